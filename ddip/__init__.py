@@ -65,8 +65,8 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
         from ddip.errors import BadInput
 
         raise BadInput(
-            "%load_ext ddip: this cell runs on the ranks, where ddip has nothing to do; type it in the first line of a "
-            "cell of its own"
+            "%load_ext ddip: this cell runs on the ranks, and ddip is loaded in the notebook only; type it in the "
+            "first line of a separate cell"
         )
     folder.ensure_ready()
     with folder.left_out():

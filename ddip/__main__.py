@@ -9,7 +9,7 @@ ABOUT = """\
 ddip runs in notebooks: %load_ext ddip, then %makedip -n 2 starts two ranks, and %%dip runs a cell on them.
 
 From a shell:
-  python -m ddip doctor      what is wrong with this machine, and what to do; --help tells its options
+  python -m ddip doctor      check this machine and suggest remedies; --help lists its options
   python -m ddip --version   the version
 """
 

@@ -129,8 +129,8 @@ STOPPED = ("KeyboardInterrupt", "CancelledError")
 """Error names of an interrupted cell: ``CancelledError`` if the cell awaited something."""
 RANK_ENDED = "RankEnded"
 """Error name of a rank whose process has ended."""
-REPAIR = "%makedip --repair puts a new process in its place; the other ranks keep their variables"
-NONE_LEFT = "no rank is left, nor any variable: %makedip --repair starts new processes"
+REPAIR = "%makedip --repair replaces its process; the other ranks keep their variables"
+NONE_LEFT = "all ranks are lost, with their variables; %makedip --repair starts new processes"
 """Replaces `REPAIR` in messages if all ranks have ended."""
 
 

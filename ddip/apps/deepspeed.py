@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 STALE = (
-    "this engine of DeepSpeed was made in a group that is no more: ddip has formed the group again. Make another with "
-    "deepspeed.initialize, of a new model, and load_checkpoint if parameters and optimizer must be what they were"
+    "this DeepSpeed engine was made in a process group that has been destroyed: ddip has rebuilt the group. Create a "
+    "new engine from a new model with deepspeed.initialize; load_checkpoint restores parameters and optimizer"
 )
 
 

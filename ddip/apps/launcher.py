@@ -15,7 +15,7 @@ from accelerate.utils import patch_environment
 
 from ddip.apps import patches, rank_exchange
 
-CALLED = "\x1b[90mnotebook_launcher: the ranks are there; {} runs on each of them\x1b[0m"
+CALLED = "\x1b[90mnotebook_launcher: the ranks are running already; {} runs on each\x1b[0m"
 
 
 @contextlib.contextmanager

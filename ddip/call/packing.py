@@ -223,7 +223,7 @@ def _select_globals(payload: CallPayload, needed: Collection[str], references: d
             except _TooLarge:
                 payload.not_sent[name] = f"it is larger than {size_text(LIMIT)}; add {name} to need="
             except Exception as error:
-                payload.not_sent[name] = f"{type(error).__name__}: {error}; make it in the function"
+                payload.not_sent[name] = f"{type(error).__name__}: {error}; create it in the function"
             else:
                 is_code = isinstance(value, (FunctionType, type, ModuleType, BuiltinFunctionType))
                 if is_code and not payload.is_own(value):

@@ -96,13 +96,13 @@ def in_torchddp(
     call = packing.pack(fn, args, kwargs, needed, imports, payload)
     call.known = known_names().split()
     for name, reader in payload.standing.items():
-        notify(f"{reader} reads {name}: on each rank that is ddip's variable, and the notebook's was not sent")
+        notify(f"{reader} reads {name}: ddip sets it on each rank, so the notebook's value was not sent")
     if payload.has_hooks:
         notify("in_torchddp: hooks of parameters and optimizers were not sent; register them in the function")
     app = _app_for(packages | payload.packages)
     with _open_group(nprocs, app) as group:
         if app is not None and group.request.app is None:
-            notify(f"{app} is prepared for this call; %makedip -a {app} prepares it once for all")
+            notify(f"{app} is prepared for this call only; %makedip -a {app} prepares it for all cells and calls")
             call.app = apps.find(app)
         answer = _run_call(group, call)
     return _unpack_result(answer, fn, payload)  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def in_torchddp(
 def _unpack_result(answer: calls.Answer, fn: Callable[..., Any], payload: packing.CallPayload) -> Any:
     what = f"in_torchddp: the {answer.kind} that {getattr(fn, '__name__', 'the function')} returned on rank 0"
     if answer.error:
-        hint = "return what can be, such as learn.model.state_dict()"
+        hint = "return an object that can be pickled, such as learn.model.state_dict()"
         raise TransferError(f"{what} cannot be pickled: {answer.error}; {hint}")
     try:
         return calls.unpack(answer, payload.sent)
@@ -198,7 +198,7 @@ def _notify_differences(notes: Mapping[int, CallNotes]) -> None:
         notify(f"in_torchddp used the notebook's {name}; {ranks} had another value")
     for name, why in {name: why for note in notes.values() for name, why in note["used"].items()}.items():
         ranks = ranks_text([rank for rank, note in notes.items() if name in note["used"]])
-        notify(f"in_torchddp used {name} of {ranks}, and not the notebook's: {why}")
+        notify(f"in_torchddp used {name} of {ranks}, not the notebook's: {why}")
 
 
 def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group:
@@ -208,7 +208,7 @@ def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group
     if nprocs <= available:
         return Group(gpus=range(nprocs), app=app, progress=progress, **settings)
     have = "is 1 GPU" if available == 1 else f"are {available} GPUs"
-    notify(f"there {have} for {nprocs} ranks, so they are on the CPU")
+    notify(f"there {have} for {nprocs} ranks, so they run on the CPU")
     return Group(nprocs, app=app, progress=progress, **settings)
 
 

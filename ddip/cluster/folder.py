@@ -38,5 +38,5 @@ def ensure_ready() -> None:
         from ddip.errors import GroupError
 
         raise GroupError(
-            "the folder in which this notebook works has been removed; %cd to another, and type it again"
+            "the notebook's working folder has been removed; %cd to another folder, and try again"
         ) from None

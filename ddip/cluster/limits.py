@@ -114,5 +114,5 @@ def named() -> Iterator[None]:
         memory = Limits.now().memory
         if memory == float("inf"):
             raise
-        text = f"a process may have {memory / 1e9:.1f} GB of address space here (ulimit -v), which may be too little"
+        text = f"a process may have {memory / 1e9:.1f} GB of address space (ulimit -v), which may be too little"
         raise GroupError(f"{error}\n{text}") from None

@@ -56,17 +56,18 @@ def reason(host: str, output: str, python: str, setup: str) -> str:
     if setup and any("command not found" in line for line in lines):  # srun's messages after that say nothing useful
         lines = [line for line in lines if "command not found" in line]
     last = lines[-1] if lines else ""
-    missing = "there is no such program there; name its Python with --python, or prepare it with --setup"
+    missing = "that program is not installed there; name its Python with --python, or prepare it with --setup"
     if setup:
         missing = (
-            f"that may be of --setup {setup!r}, which runs first there, or its Python is elsewhere: --python names it"
+            f"the message may come from --setup {setup!r}, which runs first; if Python is elsewhere, name it with "
+            "--python"
         )
     elif python:
         missing = f"is there a {python} on that host?"
     cures: Sequence[tuple[str, str]] = (
         (
             "Permission denied",
-            f"ssh must get there without a question: try `ssh {host} true` in a terminal, and ssh-add",
+            f"ssh must connect without a prompt: try `ssh {host} true` in a terminal, and ssh-add",
         ),
         ("Host key verification failed", f"type `ssh {host} true` in a terminal once, and look at the key"),
         ("Could not resolve", "is that its name? ~/.ssh/config may give it another"),
@@ -79,4 +80,4 @@ def reason(host: str, output: str, python: str, setup: str) -> str:
         ("No route to host", DOWN),
     )
     cure = next((cure for sign, cure in cures if sign in output), "")
-    return f"{host}: {last or 'ssh ended without a word'}" + (f"; {cure}" if cure else "")
+    return f"{host}: {last or 'ssh ended without a message'}" + (f"; {cure}" if cure else "")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in a shell."""
-ABOUT = "Look at this machine and this environment, and say what keeps ddip from working, and what to do."
+ABOUT = "Check this machine and environment for problems that keep ddip from working, and suggest remedies."
 ENDING = "Exit code: 0 if no check failed, else 1."
 CHECKS = [
     ("platform", "platforms", "check_platform"),
@@ -110,7 +110,7 @@ def _check_torch(probe: Probe | None) -> list[Check]:
 def _check_starts(has_torch: bool) -> Iterator[Check]:
     """Start a group for each backend that this machine can have."""
     if not has_torch:
-        yield failed("start-gloo", "not tried, since torch cannot be imported", "see what torch above needs")
+        yield failed("start-gloo", "not tried, since torch cannot be imported", "fix the check torch above first")
         return
     from ddip.cluster import devices
     from ddip.doctor import trial

@@ -107,7 +107,7 @@ def _judge_driver(gpus: Sequence[Gpu], error: str, in_machine: int, counted: int
     if error:
         return failed("driver", error, advice)
     if gpus or counted:
-        return ok("driver", f"NVIDIA {gpus[0].driver}" if gpus else "NVIDIA's library is there; nvidia-smi is not")
+        return ok("driver", f"NVIDIA {gpus[0].driver}" if gpus else "NVIDIA's library is installed; nvidia-smi is not")
     if in_machine:
         return warning("driver", f"NVIDIA GPUs without a driver in this system or container: {in_machine}", advice)
     return ok("driver", "no NVIDIA driver; ranks run on the CPU")
@@ -124,6 +124,6 @@ def _judge_use(gpus: Sequence[Gpu], counted: int, visible: Sequence[str]) -> Che
         return warning("gpus", found, "unset CUDA_VISIBLE_DEVICES, which hides them, where Jupyter is started")
     full = ", ".join(str(gpu.index) for gpu in gpus if gpu.is_full)
     if full:
-        advice = f"end what uses GPU {full} (nvidia-smi lists it), or name other GPUs: %makedip -g 0,1"
+        advice = f"end the processes on GPU {full} (nvidia-smi lists it), or name other GPUs: %makedip -g 0,1"
         return warning("gpus", found, advice)
     return ok("gpus", found)

@@ -144,7 +144,7 @@ def check_run_folder() -> Check:
         folder = ownership.make_run_folder()
     except OSError as error:
         advice = "set TMPDIR to a folder of yours with a short path"
-        return failed("run-folder", f"there is no place for the sockets of a group: {error}", advice)
+        return failed("run-folder", f"cannot create a folder for a group's sockets: {error}", advice)
     ownership.remove_files(folder, "", "")
     return ok("run-folder", f"sockets of a group are in a folder of {folder.parent}")
 

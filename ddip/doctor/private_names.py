@@ -101,7 +101,7 @@ def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
         lines += [f"{one['library']} {one['version']}: {line}" for line in found]
     if not lines:
         libraries = ", ".join(dict.fromkeys(one["library"] for one in reports))
-        return ok(check, f"{libraries}: all private names that ddip uses are there")
+        return ok(check, f"{libraries}: all private names that ddip uses exist")
     result = failed if any(one["lacks"] for one in reports) else warning
     advice = f"ddip is tested with {', '.join(f'{library} {versions}' for library, versions in tested.items())}"
     return result(check, "\n".join(dict.fromkeys(lines)), advice)

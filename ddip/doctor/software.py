@@ -72,7 +72,7 @@ def judge_packages(requires: Sequence[str] | None, version_of: VersionOf) -> Che
         return failed("packages", ", ".join(wrong.values()), f"python -m pip install {' '.join(wrong)}")
     old = {name: f'"{name}>={oldest}"' for name, oldest in OLDEST.items() if _major(version_of(name)) < oldest}
     if old:
-        text = f"{versions}; ddip is not tried with that old a version of {', '.join(old)}"
+        text = f"{versions}; ddip is not tested with such an old version of {', '.join(old)}"
         return warning("packages", text, f"python -m pip install {' '.join(old.values())}")
     return ok("packages", versions)
 
@@ -104,24 +104,28 @@ def judge_environment(
     for name, ours in interfaces.items():
         theirs = environment.get(name) or ours
         if theirs != ours:
-            lines.append(f"{name}={theirs} is not followed: the ranks of one host talk over {ours}")
+            lines.append(f"{name}={theirs} is ignored: the ranks of one host communicate over {ours}")
     for name, ours in watchdog.items():
         theirs = environment.get(name, ours)
         if theirs != ours:
             lines.append(f"{name}={theirs}: torch's watchdog may end a rank that waits, and its variables with it")
     torchrun = [f"{name}={environment[name]}" for name in TORCHRUN if name in environment]
     if torchrun:
-        lines.append(f"{', '.join(torchrun)}: the ranks get their own, but libraries may take the notebook for a rank")
+        lines.append(
+            f"{', '.join(torchrun)}: the ranks get their own, but libraries may mistake the notebook for a rank"
+        )
     typed = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     if typed.isdecimal() and int(typed) > threads:
-        lines.append(f"OMP_NUM_THREADS={typed}: threads of every rank, where ddip would give each of two {threads}")
+        lines.append(
+            f"OMP_NUM_THREADS={typed}: each rank uses that many threads; ddip would give each of two ranks {threads}"
+        )
     backend_variables = {name for name in environment if name.startswith(BACKENDS)} - {*interfaces, *watchdog}
     passed = [f"{name}={environment[name]}" for name in sorted(backend_variables)]
     if passed:
         lines.append(f"passed on to the ranks: {', '.join(passed)}")
     if len(lines) == bool(passed):
-        return ok("environment", "\n".join(lines) or "no variable gets in the way")
-    return warning("environment", "\n".join(lines), "unset those that are not meant, where Jupyter is started")
+        return ok("environment", "\n".join(lines) or "no variable interferes")
+    return warning("environment", "\n".join(lines), "unset unintended ones where Jupyter is started")
 
 
 def check_folder() -> Check:

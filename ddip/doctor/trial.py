@@ -95,13 +95,15 @@ def judge(backend: str, totals: list[float], start_seconds: float, reduce_second
         advice = "do not train here; report it with the versions of torch, driver and CUDA above"
         return failed(name, f"{found}, with the wrong sum: {got} instead of {right:g}", advice)
     if spawned:
-        return warning(name, f"{found}; spawned, not forked: {spawned}", "ranks start faster without that reason")
+        return warning(name, f"{found}; spawned, not forked: {spawned}", "remove that cause, and ranks start faster")
     return ok(name, found)
 
 
 def judge_failure(backend: str, error: str) -> Check:
     """Report the `error` with which the start of a group, or its cell, failed."""
-    advice = "mend what failed above first; if nothing did, run it in a fresh environment, and report both"
+    advice = (
+        "fix the failed checks above first; if there are none, run this in a fresh environment, and report both results"
+    )
     if backend == "nccl":
-        advice = "NCCL_DEBUG=INFO python -m ddip doctor tells more; ranks on the CPU (%makedip -n 2) need no nccl"
+        advice = "NCCL_DEBUG=INFO python -m ddip doctor shows more; ranks on the CPU (%makedip -n 2) need no nccl"
     return failed(f"start-{backend}", error, advice)

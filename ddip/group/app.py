@@ -115,7 +115,7 @@ class App:
         try:
             self.ask(self._everyone, on_rank.tell_app_rejoined(apps.find(name)))
         except RequestFailed as error:
-            notify(f"{error}; the group is there")
+            notify(f"{error}; the group is running")
             if not self._manager.healthy:
                 rebuild()
         self._generation = self._manager.generation

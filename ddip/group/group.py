@@ -494,7 +494,7 @@ class Group:
         where = self._checked(ranks)
         while active := self._parts.cells.active_on(where):
             numbers = ", ".join(
-                f"{cell.text} goes on (%dipwait {cell.number}, %dipstop {cell.number})" for cell in active
+                f"{cell.text} continues (%dipwait {cell.number}, %dipstop {cell.number})" for cell in active
             )
             with stopping.button(f"waiting was interrupted, and this cell did not run; {numbers}") as button:
                 button.wait_for([cell.done for cell in active], float("inf"))
@@ -521,8 +521,8 @@ class Group:
         cell = self.history.find(number)
         if cell is None:
             numbers = [str(known.number) for known in self.history][-5:]
-            known = f"the last ones are {', '.join(numbers)}" if numbers else "there were none"
-            raise BadInput(f"{number}: no cell with this number was given to ranks; {known}")
+            known = f"the last are {', '.join(numbers)}" if numbers else "there were none"
+            raise BadInput(f"{number}: no cell with this number has run on ranks; {known}")
         return cell
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
@@ -715,7 +715,7 @@ class Group:
         """
         of = self._checked(ranks)
         with self.lifecycle.turn:
-            self._parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} looks without waiting")
+            self._parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} copies without waiting")
             with self.lifecycle.progress.reported_to(progress):
                 if self.ranks.gpu_lost:
                     self.lifecycle.ensure_free(of)

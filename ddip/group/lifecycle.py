@@ -113,7 +113,7 @@ from ddip.protocol.reports import Going
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
 
-FORMED_AGAIN = "the group must be rebuilt before it is used, and for that all ranks must be free"
+FORMED_AGAIN = "the group must first be rebuilt, which needs all ranks free"
 SAME = Request()
 """Request without a change."""
 NewCluster = Callable[[Request], Cluster]
@@ -274,7 +274,7 @@ class Lifecycle:
                         parts.differences.refuse_stale(marks, former.size)
                     parts.new_ranks.carry_settings()
         except KeyboardInterrupt as error:
-            now = "the group is unchanged" if self.spec is former else "the group is what was asked for"
+            now = "the group is unchanged" if self.spec is former else "the group has the requested form"
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"
             why = [str(error)] if isinstance(error, RequestInterrupted) else []
             raise RequestInterrupted("\n".join([what, *why])) from None
@@ -301,7 +301,7 @@ class Lifecycle:
         parts, self._parts = self._parts, None
         try:
             if parts is not None:
-                with stopping.button(f"{stop_name()} was pressed while the group ended; there is no group any more"):
+                with stopping.button(f"{stop_name()} was pressed while the group was ending; it has ended"):
                     parts.cells.end_all("the cell ended with its group: %makedip -k, -r, or the end of the notebook")
                     parts.manager.close()
                     parts.ranks.cluster.stop()

@@ -124,9 +124,7 @@ def _wait_for_cells(lifecycle: Lifecycle) -> None:
     left = [cell.done for cell in parts.cells.active_on(ended)]
     with stopping.button("the repair was interrupted; no rank has been replaced") as button:
         button.wait_for(left, end)
-    parts.cells.ensure_not_running(
-        range(lifecycle.size), "a repair rebuilds the group, and for that all ranks must be free"
-    )
+    parts.cells.ensure_not_running(range(lifecycle.size), "a repair rebuilds the group, which needs all ranks free")
 
 
 class _Repair:
@@ -266,9 +264,9 @@ class _Repair:
         if source in gone:
             here = [rank for rank in range(self._lifecycle.size) if rank not in gone]
             if not here:
-                raise BadInput(f"{what}: all ranks are gone, with their variables; type %makedip --repair alone")
+                raise BadInput(f"{what}: all ranks are lost, with their variables; type %makedip --repair alone")
             others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
-            raise BadInput(f"{what}: {ranks_text([source])} is gone itself; copy from {others}")
+            raise BadInput(f"{what}: {ranks_text([source])} is lost itself; copy from {others}")
         (fetched,) = transfer.fetch(self._ranks, names, [source], self._progress)
         transfer.forward(fetched, "repaired")
         return fetched

@@ -102,4 +102,4 @@ def button(text: str = "") -> Iterator[Button]:
         _current = None
         signal.signal(signal.SIGINT, former)
     if new_button.pressed:
-        raise RequestInterrupted(text or f"{stop_name()} was pressed when everything had been done")
+        raise RequestInterrupted(text or f"{stop_name()} was pressed after everything had finished")

@@ -197,7 +197,7 @@ def peek_timeout(args: Any, line: str) -> float | None:
     if args.now:
         return NOW_SECONDS if args.timeout is None else parse_seconds(args.timeout, "-t", 0.1)
     if args.timeout is not None:
-        raise BadInput(f"%dipull {line.strip()}: -t goes with --now; a pull waits until the rank is free")
+        raise BadInput(f"%dipull {line.strip()}: -t needs --now; a pull waits until the rank is free")
     return None
 
 
@@ -205,9 +205,9 @@ def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
     """Check ``--profile``; raise BadInput for a cell that does not run only on ranks."""
     place = typed if typed in places else where
     if typed is not None and place != "remote":
-        raise BadInput(f"%%dip {place} --profile: it is ranks that are profiled; type %%dip --profile")
+        raise BadInput(f"%%dip {place} --profile: only ranks are profiled; type %%dip --profile")
     if typed == "remote":
-        raise BadInput("%%dip --profile remote: that is no folder; type %%dip --profile, or --profile ./remote")
+        raise BadInput("%%dip --profile remote: this is not a folder; type %%dip --profile, or --profile ./remote")
 
 
 def parse_request(args: Any) -> placement.Request:
@@ -229,7 +229,7 @@ def _parse_reach(args: Any) -> Reach:
     """Return how to reach or find the hosts; raises BadInput."""
     ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster", "engines") if getattr(args, name)]
     if len(ways) > 1:
-        raise BadInput(f"{' and '.join(ways)}: type one of them, each says where the ranks are")
+        raise BadInput(f"{' and '.join(ways)}: type only one of them; each selects the hosts of the ranks")
     if args.slurm is not None:
         slurm.parse(args.slurm)
     if args.engines is not None:
@@ -253,7 +253,7 @@ def _parse_reach(args: Any) -> Reach:
 def job_script(args: Any) -> str:
     """Return the script that ``--slurm`` would submit, for ``--dry-run``; raises BadInput."""
     if args.slurm is None:
-        raise BadInput(f"--dry-run: it shows the script of a job; type it with --slurm, {slurm.EXAMPLE}")
+        raise BadInput(f"--dry-run: it shows a job's script; type it with --slurm, {slurm.EXAMPLE}")
     return slurm.script(args.slurm)
 
 
@@ -272,7 +272,9 @@ def _parse_count(typed: str, yes: bool) -> int:
     count, cores = placement.parse_count(typed), on_host.cores()
     if count > RANKS_PER_CORE * cores and not yes:
         machine = f"{cores} core{'s' * (cores != 1)}"
-        raise BadInput(f"-n {count}: {count} processes on {machine}; if you mean it, type %makedip -n {count} --yes")
+        raise BadInput(
+            f"-n {count}: {count} processes on {machine}; to start them anyway, type %makedip -n {count} --yes"
+        )
     return count
 
 
@@ -317,7 +319,7 @@ def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: s
         shown = parse_ranks(typed, size, "-S")
         if not set(shown).intersection(ranks):
             who = f"{ranks_text(shown)} {'does' if len(shown) == 1 else 'do'} not run this cell"
-            raise BadInput(f"-S {' '.join(typed)}: {who}, {ranks_text(ranks)} would; type -S {ranks[0]}, or -S all")
+            raise BadInput(f"-S {' '.join(typed)}: {who}, only {ranks_text(ranks)}; type -S {ranks[0]}, or -S all")
         return shown
     shown = parse_ranks([usual], size, "DipMagics.show_ranks")
     return [rank for rank in shown if rank in ranks] or ranks[:1]
@@ -339,9 +341,11 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
                     raise BadInput(f"{typed}: there is no rank {rank}; {range_text}")
                 ranks[rank] = None
         else:
-            raise BadInput(f"{typed}: {item!r} is no rank; {range_text}: type {option} 0, {option} 0,1 or {option} all")
+            raise BadInput(
+                f"{typed}: {item!r} is not a rank; {range_text}: type {option} 0, {option} 0,1 or {option} all"
+            )
     if not ranks:
-        raise BadInput(f"{typed}: no rank; {range_text}")
+        raise BadInput(f"{typed}: type at least one rank; {range_text}")
     return list(ranks)
 
 

@@ -76,7 +76,7 @@ class CellMagics(Magics):
         self.shell.events.unregister("pre_run_cell", self._report_failures)
 
     @magic_arguments()
-    @argument("-a", "--all", action="store_true", help=f"All that are known, and not the last {LISTED} only.")
+    @argument("-a", "--all", action="store_true", help=f"List all known cells, not only the last {LISTED}.")
     @line_magic
     def dipcells(self, line: str = "") -> None:
         """List running, queued and ended cells with number, ranks, state, seconds and first line."""
@@ -85,11 +85,11 @@ class CellMagics(Magics):
         args = arguments.parse(self.dipcells, "%dipcells", line)
         cells = list(self._main.history)
         shown = cells if args.all else [cell for cell in cells[:-LISTED] if not cell.done.done()] + cells[-LISTED:]
-        print(cells_table([cell.row() for cell in shown]) if shown else "ddip: no cell was given to ranks yet")
+        print(cells_table([cell.row() for cell in shown]) if shown else "ddip: no cell has run on ranks yet")
 
-    @examples("%dipstatus", "%dipstatus --json          as data, for programs")
+    @examples("%dipstatus", "%dipstatus --json          print JSON, for programs")
     @magic_arguments()
-    @argument("--json", action="store_true", help="As JSON; docs/for_programs.md describes it.")
+    @argument("--json", action="store_true", help="Print JSON; docs/for_programs.md describes it.")
     @line_magic
     def dipstatus(self, line: str = "") -> None:
         """Show the state of the group, even while a cell runs.
@@ -104,9 +104,9 @@ class CellMagics(Magics):
         else:
             print(status_text(group, history))
 
-    @examples("%dipcell 12", "%dipcell          the last one")
+    @examples("%dipcell 12", "%dipcell          the last cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the last one.")
+    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the last one.")
     @line_magic
     def dipcell(self, line: str = "") -> None:
         """Show the whole output of a cell again. If the cell still runs, later output also appears here."""
@@ -115,15 +115,17 @@ class CellMagics(Magics):
         args = arguments.parse(self.dipcell, "%dipcell", line)
         cells = list(self._main.history)
         if args.number is None and not cells:
-            raise BadInput("%dipcell: no cell was given to ranks yet")
+            raise BadInput("%dipcell: no cell has run on ranks yet")
         group = self._main.group
         comms = None if group is None or not group.alive else group.comms
         show_again(cells[-1] if args.number is None else self._find_cell("%dipcell", args.number), comms)
 
-    @examples("%dipwait 12", "%dipwait          all that go on in the background, or have failed there unseen")
+    @examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")
     @magic_arguments()
-    @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; without any, all in the background.")
-    @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait; the cell goes on then, and this fails.")
+    @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; default: all background cells.")
+    @argument(
+        "-t", "--timeout", metavar="SECONDS", help="Time to wait; after it, %%dipwait fails and the cell continues."
+    )
     @line_magic
     def dipwait(self, line: str = "") -> None:
         """Wait for background cells to end, and raise the error of a failed one.
@@ -141,9 +143,9 @@ class CellMagics(Magics):
         if failed:
             raise self._failure_of(failed)
 
-    @examples("%dipstop 12", "%dipstop          the one that runs in the background")
+    @examples("%dipstop 12", "%dipstop          the background cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; without it, the one in the background.")
+    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the background cell.")
     @line_magic
     def dipstop(self, line: str = "") -> None:
         """Stop a background cell, as the stop button stops other cells. The ranks keep their variables."""
@@ -151,13 +153,13 @@ class CellMagics(Magics):
         if args.number is not None:
             cell = self._find_cell("%dipstop", args.number)
             if cell.done.done():
-                raise BadInput(f"%dipstop {args.number}: it has ended already ({cell.outcome_text})")
+                raise BadInput(f"%dipstop {args.number}: it has already ended ({cell.outcome_text})")
         else:
             active = [cell for cell in self._main.history.background if not cell.done.done()]
             running = [cell for cell in active if cell.state == "running"] or active
             if len(running) != 1:
                 if not running:
-                    raise BadInput("%dipstop: no cell runs in the background; %dipcells lists those that there were")
+                    raise BadInput("%dipstop: no cell runs in the background; %dipcells lists the earlier ones")
                 ways = " or ".join(f"%dipstop {cell.number}" for cell in running)
                 raise BadInput(f"%dipstop: {len(running)} cells run in the background; type {ways}")
             (cell,) = running
@@ -166,7 +168,7 @@ class CellMagics(Magics):
         self._main.confirm_done(f"{cell.text} {'left the queue' if cell.outcome == 'not_run' else what}")
 
     @magic_arguments()
-    @argument("-v", "--verbose", action="store_true", help="Whole stacks of all threads.")
+    @argument("-v", "--verbose", action="store_true", help="Show the whole stacks of all threads.")
     @line_magic
     def dipstack(self, line: str = "") -> None:
         """Show the current position of each rank: its innermost function, and the line of its cell."""
@@ -196,8 +198,8 @@ class CellMagics(Magics):
         cell = self._main.history.find(int(typed))
         if cell is None:
             numbers = ", ".join(str(known.number) for known in list(self._main.history)[-5:])
-            known = f"the last ones are {numbers}" if numbers else "none was yet"
-            raise BadInput(f"{magic} {typed}: no cell with this number was given to ranks; {known}")
+            known = f"the last are {numbers}" if numbers else "none was yet"
+            raise BadInput(f"{magic} {typed}: no cell with this number has run on ranks; {known}")
         return cell
 
     def _find_cells(self, magic: str, typed: str) -> list[Cell]:
@@ -217,7 +219,7 @@ class CellMagics(Magics):
         waiting = shown.shown_by_the_cell_that_waits() if isinstance(shown, BackgroundOutput) else nullcontext()
         with waiting:
             if not cell.wait_for_end(seconds):
-                ways = f"%dipwait {cell.number} goes on waiting, %dipstop {cell.number} ends it"
+                ways = f"%dipwait {cell.number} waits longer, %dipstop {cell.number} ends it"
                 raise GroupError(f"{cell.text} still runs after {seconds:g} s: {ways}")
         return cell.error is None
 
@@ -226,7 +228,7 @@ class CellMagics(Magics):
         first, others = failed[0].error, [str(cell.number) for cell in failed[1:]]
         assert first is not None
         if others:
-            notify(f"{failed[0].text} was not the only one that failed: {', '.join(others)} did, too")
+            notify(f"{failed[0].text} was not the only one to fail: {', '.join(others)} also failed")
         if isinstance(first, CellError) and not failed[0].explained:
             failed[0].explained = True
             self._main.hints.explain(first)

@@ -60,7 +60,7 @@ def call(name: str, arguments: str = "{}", before: float | None = None) -> Answe
         return _make_answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
     try:
         if name not in FUNCTIONS:
-            raise BadInput(f"{name}: no such function; there are {', '.join(FUNCTIONS)}")
+            raise BadInput(f"{name}: no such function; the functions are {', '.join(FUNCTIONS)}")
         return _make_answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
     except BaseException as error:  # including the stop button, which the program must learn of
         return _make_answer({"error": type(error).__name__, "message": readable(str(error))})
@@ -218,7 +218,7 @@ def _load_magics() -> DipMagics:
     if found is None:
         shell: Any = get_ipython()
         if shell is None:
-            raise BadInput("ddip.notebook.for_programs: this is no IPython")
+            raise BadInput("ddip.notebook.for_programs: this process does not run IPython")
         shell.extension_manager.load_extension("ddip")
         found = _find_magics()
         assert found is not None
@@ -241,8 +241,6 @@ def _find_cell(number: int | None) -> Cell:
     found = [cell for cell in cells if number is None or cell.number == number]
     if not found:
         known = ", ".join(str(cell.number) for cell in cells[-5:])
-        what = (
-            "no cell was given to ranks yet" if not cells else f"no cell has the number {number}; the last are {known}"
-        )
+        what = "no cell has run on ranks yet" if not cells else f"no cell has the number {number}; the last are {known}"
         raise BadInput(what)
     return found[-1]

@@ -169,7 +169,7 @@ class Hints:
         """Add hints to `error`: on unknown names, ``exit()``, spawned workers and missing modules."""
         sentences = self._name_hints(error)
         if any(problem.name == "SystemExit" for problem in error.by_rank.values()):
-            sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those")
+            sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends the ranks")
         if any(_worker_ended_itself(problem) for problem in error.by_rank.values()):
             sentences.append(SPAWNED)
         sentences += self._module_hints(error)
@@ -260,4 +260,4 @@ class Autoreload:
             self._has_warned = True
             where = " only" if len(lack) == group.world_size else f", and not on {ranks_text(lack)}"
             remedy = "run %%dip, %load_ext autoreload, %autoreload 2 in a cell"
-            notify(f"autoreload is on in the notebook{where}; to have it on the ranks, {remedy}")
+            notify(f"autoreload is on in the notebook{where}; to enable it on the ranks, {remedy}")

@@ -56,11 +56,11 @@ class DipMagics(Traits):
     # -- %makedip
 
     @examples(
-        "%makedip -n 4          four ranks on the CPU",
-        "%makedip -g all        one rank on each GPU",
-        "%makedip -i            who is there",
-        "%makedip --repair      new processes for ranks that ended",
-        "%makedip -k            end them all",
+        "%makedip -n 4          start four ranks on the CPU",
+        "%makedip -g all        start one rank per GPU",
+        "%makedip -i            list the ranks",
+        "%makedip --repair      replace ranks that have ended",
+        "%makedip -k            end all ranks",
     )
     @magic_arguments()
     @argument("-n", dest="n", metavar="N", help="Number of ranks on the CPU.")
@@ -69,43 +69,50 @@ class DipMagics(Traits):
         "--gpus",
         nargs="+",
         metavar="GPU",
-        help="One rank on each of these GPUs, in this order: all, or 0,2,3, or 3 1; a GPU may come twice.",
+        help="Start one rank per GPU, in this order: all, 0,2,3 or 3 1. A GPU may be listed twice.",
     )
     @argument("-b", "--backend", help="Backend of torch.distributed; default gloo, or cpu:gloo,cuda:nccl on GPUs.")
     @argument("-a", "--app", help="Framework to prepare on every rank, such as fastai.")
     @argument(
         "--hosts",
         metavar="HOSTS",
-        help="Other hosts, by ssh: h1:4,h2:4 are four ranks on each; with -n or -g: so many, or these, on each host.",
+        help="Hosts to reach over ssh: h1:4,h2:4 starts four ranks on each. -n and -g apply to each host.",
     )
-    @argument("--slurm", metavar="JOB", help='On the nodes of a job that is submitted: "nodes=2 gpus=4 time=2:00:00".')
-    @argument("--dry-run", action="store_true", help="With --slurm: show the job's script, and do nothing.")
-    @argument("--here", action="store_true", help="On the hosts of the allocation that the notebook is in.")
-    @argument("--engines", metavar="LAUNCHER", help="On hosts where this launcher of ipyparallel's starts engines.")
-    @argument("--profile", help="With --engines: the profile of IPython that configures the launcher.")
-    @argument("-c", "--cluster", help="On the hosts of a running ipyparallel cluster: its id, profile, or file.")
-    @argument("--cd", metavar="FOLDER", help="On other hosts: where ranks begin; default: where the notebook is.")
-    @argument("--python", help="On other hosts: which Python to take there; default: the notebook's, else python3.")
-    @argument("--setup", metavar="LINE", help="On other hosts: a line of bash to run there before, in quotes.")
-    @argument("-r", "--restart", action="store_true", help="End every rank first, and start again.")
-    @argument("-k", "--kill", action="store_true", help="End every rank, the controller and all their files.")
-    @argument("-i", "--info", action="store_true", help="Who is in the group: rank, host, pid, device, memory, state.")
+    @argument("--slurm", metavar="JOB", help='Submit a Slurm job, and run on its nodes: "nodes=2 gpus=4 time=2:00:00".')
+    @argument("--dry-run", action="store_true", help="With --slurm: show the job script without submitting it.")
+    @argument("--here", action="store_true", help="Run on the hosts of the notebook's allocation.")
+    @argument("--engines", metavar="LAUNCHER", help="Run on hosts where this ipyparallel launcher starts engines.")
+    @argument("--profile", help="With --engines: IPython profile that configures the launcher.")
+    @argument(
+        "-c", "--cluster", help="Run on the hosts of a running ipyparallel cluster, given by ID, profile or file."
+    )
+    @argument("--cd", metavar="FOLDER", help="Working folder of ranks on other hosts; default: the notebook's.")
+    @argument("--python", help="Python to run on other hosts; default: the notebook's, else python3.")
+    @argument("--setup", metavar="LINE", help="Line of bash to run first on other hosts, in quotes.")
+    @argument("-r", "--restart", action="store_true", help="End all ranks, then start the group again.")
+    @argument("-k", "--kill", action="store_true", help="End all ranks and the controller, and remove their files.")
+    @argument("-i", "--info", action="store_true", help="List the ranks: number, host, PID, device, memory, state.")
     @argument(
         "--repair",
         action="store_true",
-        help="Put new processes in place of ranks that ended or cannot be stopped; the others keep their variables.",
+        help="Replace ranks that have ended or cannot be stopped; the others keep their variables.",
     )
     @argument(
         "--from",
         dest="source",
         nargs="+",
         metavar=("RANK", "NAME"),
-        help="With --repair: copy these variables from this rank to the new ones.",
+        help="With --repair: copy these variables from RANK to the new ranks.",
     )
-    @argument("--yes", action="store_true", help=f"Yes, more than {arguments.RANKS_PER_CORE} ranks for each core.")
-    @argument("-t", "--timeout", metavar="SECONDS", help="How long to wait for the engines.")
+    @argument("--yes", action="store_true", help=f"Allow more than {arguments.RANKS_PER_CORE} ranks per core.")
+    @argument("-t", "--timeout", metavar="SECONDS", help="Time to wait for the engines.")
     @argument(
-        "-v", "--verbose", nargs="?", const="True", metavar="True|False", help="Say what each magic does, from now on."
+        "-v",
+        "--verbose",
+        nargs="?",
+        const="True",
+        metavar="True|False",
+        help="Print what each magic does, from now on.",
     )
     @line_magic
     def makedip(self, line: str = "") -> None:
@@ -124,9 +131,7 @@ class DipMagics(Traits):
             if arguments.asks_for_a_group(args):
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group; to restart it type -r instead")
             if args.info:
-                raise BadInput(
-                    f"%makedip {line.strip()}: -k ends the group, and then there is none to show; leave out -i"
-                )
+                raise BadInput(f"%makedip {line.strip()}: -k ends the group, so there is nothing to show; leave out -i")
             ended = 0 if self.group is None or not self.group.alive else self.group.world_size
             self.end_group()
             self.confirm_done(f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group")
@@ -226,45 +231,49 @@ class DipMagics(Traits):
     # -- cells
 
     @examples(
-        "%%dip                  on every rank; rank 0's output is shown",
-        "%%dip -S all           all ranks' output, in tabs",
-        "%%dip -r 0,2           on these ranks only",
-        "%%dip --bg             in the background: other cells run meanwhile",
-        "%%dip --profile        and where their time goes",
-        "%%dip local            in the notebook, under %autodip",
+        "%%dip                  run on every rank, show rank 0's output",
+        "%%dip -S all           show all ranks' output, in tabs",
+        "%%dip -r 0,2           run on these ranks only",
+        "%%dip --bg             run in the background, beside other cells",
+        "%%dip --profile        show where the ranks' time goes",
+        "%%dip local            run in the notebook, under %autodip",
     )
     @magic_arguments()
     @argument(
         "where",
         nargs="?",
         default="remote",
-        help="remote: on the ranks (default); local: here; everywhere: here, then on the ranks.",
+        help="remote: on the ranks (default); local: in the notebook; everywhere: in the notebook, then on the ranks.",
     )
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
     @argument("-S", "--see", nargs="+", metavar="RANK", help="Show the output of these ranks, or all; default 0.")
-    @argument("-q", "--quiet", action="store_true", help="Show the output when the cell has ended, not live.")
+    @argument("-q", "--quiet", action="store_true", help="Show the output only when the cell has ended.")
     @argument(
         "--timeout",
         metavar="SECONDS",
-        help="End the cell when it has taken that long: it fails, and all variables are kept.",
+        help="Stop the cell after this time: it fails, and the ranks keep all variables.",
     )
     @argument(
         "--unmatched",
         action="store_true",
-        help="It is meant that ranks begin different numbers of collectives, as with -r: a later cell begins the rest. "
-        "Otherwise the cell says which ranks, and the group is rebuilt before the next one.",
+        help="Allow ranks to begin different numbers of collectives, as with -r: a later cell begins the rest. Without "
+        "it, ddip reports these ranks and rebuilds the group before the next cell.",
     )
-    @argument("--bg", action="store_true", help="In the background: return at once; %%dipwait waits for it.")
-    @argument("--queue", action="store_true", help="Where other cells run on these ranks: wait until they have ended.")
-    @argument("--log", metavar="PATH", help="Write each rank's text to PATH.0.log, PATH.1.log and so on, as it comes.")
+    @argument(
+        "--bg", action="store_true", help="Run in the background, and return at once; %%dipwait waits for the cell."
+    )
+    @argument("--queue", action="store_true", help="If other cells run on these ranks, wait until they have ended.")
+    @argument(
+        "--log", metavar="PATH", help="Write each rank's text to PATH.0.log, PATH.1.log and so on, as it arrives."
+    )
     @argument(
         "--profile",
         nargs="?",
         const="",
         metavar="FOLDER",
-        help="Record what each rank does: show where its time went, and write the traces to this folder.",
+        help="Profile the ranks: show where their time went, and write traces to this folder.",
     )
-    @argument("-a", "--appcmd", metavar="COMMAND", help="Give the app this command before the cell runs.")
+    @argument("-a", "--appcmd", metavar="COMMAND", help="Send this command to the app before the cell runs.")
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
         """Run the cell on every rank; fails if it fails on any."""
@@ -318,12 +327,12 @@ class DipMagics(Traits):
         else:
             succeeded, output = self.shell.run_cell(cell).success, ("", "")
         if not succeeded:
-            raise LocalCellFailed("the cell failed here, in the notebook")
+            raise LocalCellFailed("the cell failed in the notebook")
         return output
 
     @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()
-    @argument("switch", nargs="?", metavar="on|off", help="Without it: say which.")
+    @argument("switch", nargs="?", metavar="on|off", help="Turn it on or off; default: show the state.")
     @argument("-a", "--args", metavar="ARGUMENTS", help='Arguments for each %%%%dip, in quotes: -a "-S all".')
     @line_magic
     def autodip(self, line: str = "") -> None:
@@ -340,7 +349,7 @@ class DipMagics(Traits):
             arguments.parse(self.dip, "%%dip", args.args or "")
             self.autodipper.on(args.args or "")
         elif args.args is not None:
-            raise BadInput(f"%autodip {line.strip()}: -a goes with on")
+            raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')
         elif args.switch == "off":
             self.autodipper.off()
         print(f"automatic %%dip: {self.autodipper.state}")

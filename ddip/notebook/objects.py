@@ -54,7 +54,7 @@ class ObjectMagics(Magics):
     @argument(
         "--modules",
         metavar="MODULES",
-        help="Modules of the notebook's own, such as utils,models: let ranks on hosts without its folder import them.",
+        help="Push the notebook's own modules, such as utils,models, for ranks on hosts without its folder.",
     )
     @argument("names", nargs="*", help="Variables of the notebook.")
     @line_magic
@@ -103,14 +103,14 @@ class ObjectMagics(Magics):
         dest="ranks",
         nargs="+",
         metavar="RANK",
-        help="Pull from this rank, default 0; all: a list, one item a rank.",
+        help="Pull from this rank, default 0; all: a list with one item per rank.",
     )
-    @argument("--now", action="store_true", help="What they are at this moment, while the rank runs a cell.")
+    @argument("--now", action="store_true", help="Copy the current values while the rank runs a cell.")
     @argument(
         "-t",
         "--timeout",
         metavar="SECONDS",
-        help="With --now: how long to wait for a rank, default 5; then it is an error.",
+        help="With --now: time to wait for a rank before the pull fails; default 5.",
     )
     @argument("names", nargs="*", help="Variables of the rank.")
     @line_magic
@@ -139,7 +139,7 @@ class ObjectMagics(Magics):
 
     @examples("%dipshards model", "%dipshards model.encoder")
     @magic_arguments()
-    @argument("name", nargs="?", metavar="MODEL", help="Variable of the ranks, or a part of it.")
+    @argument("name", nargs="?", metavar="MODEL", help="Variable of the ranks, or a part of it, such as model.encoder.")
     @line_magic
     def dipshards(self, line: str = "") -> None:
         """Show how a model is divided among the ranks.

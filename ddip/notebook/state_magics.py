@@ -47,10 +47,10 @@ class TrainingMagics(Magics):
         else:
             display({"text/plain": str(table), "text/html": table.to_html()}, raw=True)
 
-    @examples("%dipsync                      what differs after a fault", "%dipsync model opt --from 1")
+    @examples("%dipsync                      objects that differ after a fault", "%dipsync model opt --from 1")
     @magic_arguments()
-    @argument("names", nargs="*", help="Variables of the ranks; default: all that a fault has left different.")
-    @argument("--from", dest="source", metavar="RANK", default="0", help="The rank whose values are right; default 0.")
+    @argument("names", nargs="*", help="Variables of the ranks; default: all that differ after a fault.")
+    @argument("--from", dest="source", metavar="RANK", default="0", help="Rank to copy from; default 0.")
     @line_magic
     def dipsync(self, line: str = "") -> None:
         """Copy the state of one rank into the objects of the others, in place, and clear the gradients.

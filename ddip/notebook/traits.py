@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Traits(Magics):
     """The settings of the magics."""
 
-    timeout = Float(DEFAULTS.timeout, min=1, help="Seconds to wait for a group to form; -t of %makedip sets it.").tag(
+    timeout = Float(DEFAULTS.timeout, min=1, help="Seconds to wait for a group to form; %makedip -t sets it.").tag(
         config=True
     )
     collect = Bool(
@@ -32,56 +32,54 @@ class Traits(Magics):
     show_ranks = Unicode("0", help="Ranks whose output a cell shows without -S, such as 0 or 0,1 or all.").tag(
         config=True
     )
-    warm = Bool(True, help="When ddip is loaded, begin to import in the background what every rank needs.").tag(
+    warm = Bool(True, help="When ddip is loaded, start to import the ranks' modules in the background.").tag(
         config=True
     )
-    warm_apps = List(Unicode(), help="Apps whose imports are begun then, too.").tag(config=True)
-    spawn = Bool(
-        DEFAULTS.spawn, help="Start each engine as a process of its own; otherwise they are forked, on Linux."
-    ).tag(config=True)
+    warm_apps = List(Unicode(), help="Apps whose modules are also imported then.").tag(config=True)
+    spawn = Bool(DEFAULTS.spawn, help="Spawn engines instead of forking them (on Linux).").tag(config=True)
     failure_grace = Float(
         DEFAULTS.failure_grace,
         min=0,
-        help="Seconds that the other ranks get to end a cell by themselves when one has failed; then those that wait "
-        "in a collective are released.",
+        help="Seconds that the other ranks have to end a cell after one has failed; then ddip aborts the collectives "
+        "that they wait in.",
     ).tag(config=True)
     stall_timeout = Float(
-        DEFAULTS.stall_timeout, min=1, help="Seconds without progress after which a cell says which rank waits where."
+        DEFAULTS.stall_timeout, min=1, help="Seconds without progress after which a cell shows where each rank waits."
     ).tag(config=True)
     style = Enum(
         STYLES,
         DEFAULTS.style,
-        help="How the outputs of several ranks are told apart: tabs, labels, or grouped by rank at the end; auto: tabs "
+        help="How to separate the outputs of several ranks: tabs, labels, or grouped by rank at the end; auto: tabs "
         "in a notebook, labels in a terminal.",
     ).tag(config=True)
     max_output_chars = Int(
         DEFAULTS.max_output_chars,
         min=1000,
-        help="Characters of text that a rank shows in one cell; of more, the middle is left out.",
+        help="Maximum characters of text that a rank shows in one cell; the middle of longer text is left out.",
     ).tag(config=True)
     keep_output_bytes = Int(
         DEFAULTS.keep_output_bytes,
         min=0,
-        help="Bytes of what cells have shown that %dipcell can show again, all together; the oldest goes first.",
+        help="Bytes of output, of all cells together, to keep for %dipcell; the oldest is discarded first.",
     ).tag(config=True)
     report_after = Float(
         0.0,
         min=0,
-        help="Seconds after which a cell says where it ran and how long it took; under %autodip each cell does.",
+        help="Seconds after which a cell reports where it ran and how long it took; under %autodip all cells do.",
     ).tag(config=True)
     cell_json = Bool(
         DEFAULTS.cell_json,
-        help="Beside its HTML, the output of a cell carries the same by rank as data, application/vnd.ddip.cell+json, "
-        "for programs that read the notebook.",
+        help="Add each rank's output as data, application/vnd.ddip.cell+json, to the HTML output of a cell, for "
+        "programs that read the notebook.",
     ).tag(config=True)
     local_magics = List(
         Unicode(),
         LOCAL_MAGICS,
-        help="Magics, without %, that stay in the notebook under %autodip where a cell begins with one; all others of "
-        "IPython's run on the ranks, such as %%time, and those of an extension never.",
+        help="Magics, without %, whose cells run in the notebook under %autodip. Other IPython magics, such as %%time, "
+        "run on the ranks; magics of an extension never do.",
     ).tag(config=True)
-    confirm = Bool(True, help="Say in one line what %makedip -k, %dipush and %dipull have done.").tag(config=True)
-    verbose = Bool(False, help="Say what each magic does; -v of %makedip sets it.").tag(config=True)
+    confirm = Bool(True, help="Confirm %makedip -k, %dipush and %dipull in one line.").tag(config=True)
+    verbose = Bool(False, help="Print what each magic does; %makedip -v sets it.").tag(config=True)
 
     shell: InteractiveShell
     group: Group | None = None

@@ -39,7 +39,7 @@ SOON_SECONDS = 0.3
 """Seconds from the begin or end of a notebook cell until the ranks are polled."""
 END_SECONDS = 2.0
 """Maximum seconds to wait for the end of the thread."""
-NO_PAGE = "ddip: only a notebook's page can be kept up to date; here %dipwatch prints the table once, as --once does"
+NO_PAGE = "ddip: live updates need a notebook page; here %dipwatch prints the table once, like --once"
 
 
 @magics_class
@@ -54,12 +54,12 @@ class WatchMagics(Magics):
         self._view: LiveView | None = None
 
     @examples(
-        "%dipwatch              what each rank does, kept up to date below this cell",
-        "%dipwatch off          end that",
-        "%dipwatch --once       print it once",
+        "%dipwatch              show a live table of the ranks below this cell",
+        "%dipwatch off          end the view",
+        "%dipwatch --once       print the table once",
     )
     @magic_arguments()
-    @argument("switch", nargs="?", metavar="on|off", help="off: end the view. Without it: begin, below this cell.")
+    @argument("switch", nargs="?", metavar="on|off", help="on: show the view below this cell (default); off: end it.")
     @argument("-1", "--once", action="store_true", help="Print the table once, as text.")
     @line_magic
     def dipwatch(self, line: str = "") -> None:
@@ -75,7 +75,7 @@ class WatchMagics(Magics):
             raise BadInput(f"%dipwatch {line.strip()}: type %dipwatch, %dipwatch off, or %dipwatch --once")
         if args.switch == "off":
             if not self._end_view("it was turned off"):
-                print("ddip: nothing is watched")
+                print("ddip: there is no view to end")
             return
         group = self._main.require_group("%dipwatch")
         if args.once or not is_page():
@@ -83,7 +83,7 @@ class WatchMagics(Magics):
             if not args.once:
                 print(NO_PAGE)
             return
-        self._end_view(f"it is below cell [{cell_number()}] now")
+        self._end_view(f"it moved below cell [{cell_number()}]")
         self._view = LiveView(group)
         self.shell.events.register("pre_run_cell", self._cell_begins)
         self.shell.events.register("post_run_cell", self._cell_ends)
@@ -137,7 +137,7 @@ class LiveView:
         self._id = new_id()
         self._shown = ""
         self._lock = threading.Lock()
-        self._guard = Guard("the ranks could not be looked at", shown=False)
+        self._guard = Guard("the ranks could not be polled", shown=False)
         self._ended = threading.Event()
         self._wake = threading.Event()
         self._last_look = 0.0

@@ -17,11 +17,11 @@ CORE = (
 )
 """Names that ddip needs to form and rebuild a process group."""
 COUNTS = "numbers of collectives are not compared, and ranks that wait on a GPU are not released"
-SET_UP = "the ranks do not check who is in a new group, and the stop button does not end the set-up of one"
+SET_UP = "the ranks do not compare the members of a new process group, and the stop button does not end its setup"
 WRAPPERS = "DDP wrappers must be recreated after a fault"
-ITERATIONS = "an iteration that a failed cell has broken is not noticed"
-DEVICES = "a default device that a stop has left is not put back"
-WORKERS = "workers of data loaders that are garbage delay the next cell"
+ITERATIONS = "an iteration interrupted by a failed cell is not detected"
+DEVICES = "a default device left by a stopped cell is not restored"
+WORKERS = "unused data loader workers delay the next cell"
 RPC = "torch.distributed.rpc is neither checked nor named when the group is rebuilt"
 FEATURES = {
     COUNTS: (

@@ -15,9 +15,9 @@ LOST = {
     LISTENERS: "other processes of this network can connect to gloo",
     GLOO_WAITS: "a rank that waits for the rest of a message waits until the timeout of its group",
     PAUSE: "%dipull --now refuses tensors that a cell keeps writing to, and its values may be of different moments",
-    THREADS: "a look or a traceback that takes too long goes on beside the cells",
+    THREADS: "a snapshot or a traceback that takes too long continues beside the cells",
     PROFILE: "the profile of a long cell stays in memory until the cell ends",
-    HEAP: "what a step on the CPU frees goes back to the system, and the next step may take longer",
+    HEAP: "memory that a step on the CPU frees returns to the system, and the next step may take longer",
 }
 """Consequence for the user of turning off each mechanism."""
 _failed: set[str] = set()

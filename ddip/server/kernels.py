@@ -58,9 +58,7 @@ async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float
             if content.get("status") != "aborted":
                 return answer_in(content)
             await asyncio.sleep(LOOK_SECONDS)  # a cell failed, and the kernel drops the requests queued behind it
-        raise KernelBusy(
-            f"cells of the notebook fail, one after the other, and {name} was dropped with them; ask again"
-        )
+        raise KernelBusy(f"several cells of the notebook have failed, and {name} was dropped with them; try again")
     finally:
         client.stop_channels()
 
@@ -89,7 +87,7 @@ def busy_text() -> str:
     """Return the message of a KernelBusy: the request waited too long for its turn."""
     return (
         f"the notebook's kernel has been busy with a cell of its own for {BUSY_SECONDS:g} s; nothing was done. Cells "
-        "that ddip_run starts leave it free; ask again, or stop that cell in the notebook"
+        "that ddip_run starts leave it free; try again, or stop that cell in the notebook"
     )
 
 

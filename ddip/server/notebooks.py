@@ -25,13 +25,13 @@ def chosen(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
     names = ", ".join(found["notebook"] for found in open_now)
     if not typed:
         if len(open_now) > 1:
-            raise KernelError(f"several notebooks are open; say which as `notebook`: {names}")
+            raise KernelError(f"several notebooks are open; give one as `notebook`: {names}")
         return open_now[0]
     wanted = typed.strip("/")
     exact = [found for found in open_now if wanted in (found["notebook"], found["kernel"])]
     matching = exact or [found for found in open_now if found["notebook"].rsplit("/", 1)[-1] == wanted]
     if len(matching) != 1:
         raise KernelError(
-            f"{typed}: {'several notebooks are' if matching else 'no notebook is'} called so; open: {names}"
+            f"{typed}: {'several notebooks are' if matching else 'no notebook is'} called that; open: {names}"
         )
     return matching[0]

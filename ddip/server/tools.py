@@ -210,7 +210,7 @@ async def ddip_shutdown(notebook: str = "") -> str:
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
     await _ask(notebook, "shutdown", CHANGE_SECONDS)
-    return "there is no group any more"
+    return "the group has ended"
 
 
 TOOLS = [
@@ -241,7 +241,7 @@ async def _ask(notebook: str, name: str, seconds: float, /, **arguments: Any) ->
     try:
         found = notebooks.chosen(sessions, notebook)
         if found["kernel"] not in app.kernel_manager.list_kernel_ids():
-            raise ToolError(f"{found['notebook']} has no kernel any more")
+            raise ToolError(f"{found['notebook']} no longer has a kernel")
         answer: Data = await kernels.ask(app.kernel_manager.get_kernel(found["kernel"]), name, arguments, seconds)
     except kernels.KernelError as error:
         raise ToolError(str(error)) from None

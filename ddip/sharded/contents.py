@@ -34,11 +34,11 @@ OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
 """Attributes of samplers that belong to the current group, not to the training."""
 NO_STATE = (
     "dist_state: a {kind} has no state_dict() and load_state_dict(); give dist_state schedulers, scalers, samplers, "
-    "generators, or an object of your own with these two methods"
+    "generators, or your own objects with these two methods"
 )
 A_LOADER = (
-    "dist_state: a {kind} has no state_dict(); give dist_state the loader's sampler and generator, or take "
-    "StatefulDataLoader of torchdata"
+    "dist_state: a {kind} has no state_dict(); give dist_state the loader's sampler and generator, or use "
+    "torchdata's StatefulDataLoader"
 )
 
 

@@ -48,30 +48,30 @@ __all__ = ["DistState", "dist_state"]
 
 NO_GROUP = "dist_state: there is no process group here; it is for cells that run on the ranks (%%dip)"
 NOTHING = (
-    "dist_state: nothing is kept as {name!r}; call save() after a step, or restore(default=0), which returns 0 where "
-    "nothing is kept"
+    "dist_state: nothing is saved as {name!r}; call save() after a step, or restore(default=0), which returns 0 if "
+    "nothing is saved"
 )
 MISSING = (
-    "dist_state: what is kept as {name!r} is not complete: {why}. Load the model from a checkpoint; or call forget(), "
-    "and begin again"
+    "dist_state: the state saved as {name!r} is incomplete: {why}. Load the model from a checkpoint, or call forget() "
+    "and start again"
 )
 CANNOT_KEEP = "dist_state: {what} could not be restored; nothing was saved"
 SECOND = (
-    "dist_state: {other}, which is kept as {name!r}; give each model a name: dist_state(model, name='teacher'), or "
+    "dist_state: {other}, which is saved as {name!r}; give each model a name: dist_state(model, name='teacher'), or "
     "name={name!r} to continue from that one"
 )
-FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) keeps its parameters in its own way; take fully_shard (FSDP2)"
+FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2)"
 ZERO = (
-    "dist_state: ZeroRedundancyOptimizer divides its state by itself; call its consolidate_state_dict() and keep its "
-    "state_dict() on rank 0, or take fully_shard (FSDP2), whose optimizer is sharded with the model"
+    "dist_state: ZeroRedundancyOptimizer shards its own state; call its consolidate_state_dict() and keep its "
+    "state_dict() on rank 0, or use fully_shard (FSDP2), whose optimizer is sharded with the model"
 )
-OTHER = "dist_state: the model or its optimizer is another one than the one that was saved: {names}"
+OTHER = "dist_state: the model or its optimizer differs from the saved one: {names}"
 OTHERS = (
-    "dist_state: {then} besides model and optimizer when it was saved (schedulers, say), and {now} now; give "
-    "dist_state the same"
+    "dist_state: saved with {then} besides model and optimizer (such as schedulers), and called with {now}; "
+    "give dist_state the same"
 )
 LEFT_OUT = "dist_state: {then} ranks saved, and there are {now} now; not restored, since it differed by rank: {names}"
-NO_REPLICA = "dist_state: each rank had a model of its own; it can be restored on the same number of ranks only"
+NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
 
 BATCH = 1 << 22
@@ -318,7 +318,7 @@ class DistState:
 
     def _default_or_raise(self, held: list[list[Held]], default: int | None) -> int:
         if any(held):
-            why = f"what {missing_ranks(held)} had is gone with its process"
+            why = f"the state of {missing_ranks(held)} was lost with its process"
             raise LookupError(MISSING.format(name=self._name, why=why))
         if default is None:
             raise LookupError(NOTHING.format(name=self._name))
@@ -654,7 +654,7 @@ def _shorten_list(names: list[str], most: int = 5) -> str:
 
 
 def _others_text(number: int) -> str:
-    return f"{number} other{'s' if number != 1 else ''}"
+    return f"{number} object{'s' if number != 1 else ''}"
 
 
 def _ensure_group() -> None:

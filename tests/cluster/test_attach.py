@@ -122,7 +122,7 @@ def test_another_engine_of_the_host_replaces_a_killed_one() -> None:
     with foreign_cluster("mortal", 2) as cluster, ddip.Group(reach=Reach(cluster="mortal")) as group:
         cluster.engines[0].kill()
         with pytest.raises(
-            (CellError, GroupError), match="engine 0 of that cluster, which was the way there, has ended"
+            (CellError, GroupError), match="engine 0 of that cluster, which connected its host, has ended"
         ):
             group.run("import time; time.sleep(60)")
         assert group.repair() == [0, 1]
@@ -133,7 +133,7 @@ def test_another_engine_of_the_host_replaces_a_killed_one() -> None:
 def test_a_killed_controller_is_reported() -> None:
     with foreign_cluster("lost", 1) as cluster, ddip.Group(reach=Reach(cluster="lost")) as group:
         cluster.kill_controller()
-        with pytest.raises((CellError, GroupError), match="the controller of that cluster does not answer any more"):
+        with pytest.raises((CellError, GroupError), match="the controller of that cluster has stopped answering"):
             group.run("import time; time.sleep(60)")
         with pytest.raises(GroupError, match="does not answer|no controller answers"):
             ddip.Group(reach=Reach(cluster="lost"))
@@ -160,7 +160,7 @@ def test_a_launcher_says_how_many_engines_it_has() -> None:
 @pytest.mark.parametrize("round_", range(3))
 def test_nothing_is_left_of_a_launcher_that_fails(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # no mpiexec
-    with pytest.raises(GroupError, match="--engines mpi: they have not started: .*mpiexec"):
+    with pytest.raises(GroupError, match="--engines mpi: the engines did not start: .*mpiexec"):
         ddip.Group(2, reach=Reach(engines="mpi"))
     assert not _ipyparallel_processes()
 

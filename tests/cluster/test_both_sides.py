@@ -11,7 +11,7 @@ import pytest
 from .notebook import Notebook
 
 ONLY_HERE = (
-    "ddip: autoreload is on in the notebook only; to have it on the ranks, run %%dip, %load_ext autoreload, "
+    "ddip: autoreload is on in the notebook only; to enable it on the ranks, run %%dip, %load_ext autoreload, "
     "%autoreload 2 in a cell\n"
 )
 ON = "%load_ext autoreload\n%autoreload 2"
@@ -106,7 +106,7 @@ def test_autoreload_under_autodip_works_on_both_sides(new_notebook: Callable[[],
     notebook.ok("assert utils.value() == 4")
     notebook.ok("%%dip local\nassert utils.value() == 4")
     shown = notebook.ok("%makedip -n 3")
-    assert "autoreload is on in the notebook, and not on rank 2; to have it on the ranks, run %%dip" in shown.stderr
+    assert "autoreload is on in the notebook, and not on rank 2; to enable it on the ranks, run %%dip" in shown.stderr
     assert notebook.ok("1").stderr == ""
     notebook.ok(ON)
     notebook.ok("%load_ext ddip")  # runs in the notebook only

@@ -120,7 +120,7 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
 def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match=r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
         own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(GroupError, match=r"rank 1: pid \d+ ended \(SIGKILL\): .*; %makedip --repair puts"):
+    with pytest.raises(GroupError, match=r"rank 1: pid \d+ ended \(SIGKILL\): .*; %makedip --repair replaces"):
         own_group.run("pass")
     assert [info.state for info in own_group.info()] == ["idle", "ended"]
     own_group.restart()
@@ -333,7 +333,7 @@ def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
     with pytest.raises(GroupError, match="forming the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
-    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
+    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair replaces"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert sums_of_ranks(own_group) == [6, 6, 6]
@@ -348,7 +348,7 @@ def test_a_change_that_fails_during_leave_ends_new_engines(own_group: ddip.Group
     with pytest.raises(GroupError, match="leaving the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
     assert {p.pid for p in processes_of(os.getpid())} == running
-    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair puts"):
+    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair replaces"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert sums_of_ranks(own_group) == [3, 3]

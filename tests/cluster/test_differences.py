@@ -334,7 +334,7 @@ def test_a_check_finds_common_mistakes(cells: ddip.Group) -> None:
         "net     trains, with dropout off in 1",
         "loader  shuffles without a DistributedSampler",
         "plain   gives every rank the same data in the same order",
-        "sampler has shuffled 2 epochs alike: set_epoch was never called",
+        "sampler has shuffled 2 epochs in the same order: set_epoch was never called",
         "part.indices",
     ):
         assert " ".join(line.split()) in " ".join(found.split()), (line, found)

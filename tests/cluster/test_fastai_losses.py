@@ -140,7 +140,7 @@ def test_a_loss_with_unknown_reduction_is_named_once(group: ddip.Group, capsys: 
         learn.fit(2)
     """)
     shown = capsys.readouterr().out
-    assert shown.count("fit: whether contrast is a mean or a sum over the items cannot be told") == 1
+    assert shown.count("fit: ddip cannot determine whether contrast is a mean or a sum") == 1
     group.run("contrast.reduction = 'mean'\nlearn.fit(1)")
     assert "cannot be told" not in capsys.readouterr().out
     with pytest.raises(ddip.CellError, match="no more"):

@@ -161,7 +161,7 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
         ("loaders(n=100 + rank)", "items: 100 on rank 0, 101 on rank 1"),
         ("loaders(bs=8 + rank)", "batch size: 8 on rank 0, 9 on rank 1"),
     ):
-        with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: the ranks do not train on the same: {words}"):
+        with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: the ranks have different training data: {words}"):
             group.run(f"learner({loaders}).fit(1)")
     with pytest.raises(CellError, match="their items differ"):
         group.run("""

@@ -230,7 +230,7 @@ def test_groups_of_other_sizes(size: int) -> None:
         pytest.param(
             "os._exit(3)", r"\(exit code 3\): the cell, or a library, ended the process", marks=pytest.mark.grid
         ),
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(it was last seen to hold"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"\(SIGKILL\): .*OOM killer \(its last known memory use was"),
     ],
 )
 def test_the_cause_of_a_death_is_shown(four_ranks: ddip.Group, death: str, told: str, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
         """)
     thread.join()
     assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, and it does not answer: C code" in str(caught.value)
-    assert "%makedip --repair: it puts new processes in place of that rank" in str(caught.value)
+    assert "%makedip --repair: it replaces the processes of that rank" in str(caught.value)
     with pytest.raises(
         GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: line 5 of the cell"
     ):
@@ -397,7 +397,9 @@ def test_disagreeing_members_of_a_new_group_cause_an_error(
 ) -> None:
     four_ranks.options.failure_grace = 0.5
     began = time.monotonic()
-    text = r"RuntimeError: the ranks do not agree who is in the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
+    text = (
+        r"RuntimeError: the ranks disagree on the members of the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
+    )
     with pytest.raises(ddip.CellError, match=text):
         four_ranks.run(f"made = dist.new_group({lists})", ranks)
     assert time.monotonic() - began < 20  # about 2 s on an idle machine

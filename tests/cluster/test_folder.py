@@ -152,9 +152,7 @@ def in_a_removed_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_a_removed_folder_is_named_before_a_start(in_a_removed_folder: None) -> None:
     for begin in (lambda: ddip.Group(1), lambda: ddip.load_ipython_extension(None)):  # type: ignore[arg-type]
-        with pytest.raises(
-            GroupError, match="^the folder in which this notebook works has been removed; %cd to another"
-        ):
+        with pytest.raises(GroupError, match="^the notebook's working folder has been removed; %cd to another"):
             begin()
 
 

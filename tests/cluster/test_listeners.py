@@ -145,7 +145,7 @@ def test_the_environment_cannot_put_the_group_on_the_network(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     with ddip.Group(2, failure_grace=0.1) as group:
-        text = "ddip: GLOO_SOCKET_IFNAME=eth0 is not used: the ranks are on one host, and talk over lo\n"
+        text = "ddip: GLOO_SOCKET_IFNAME=eth0 is ignored: the ranks are on one host and communicate over lo\n"
         assert capsys.readouterr().err.count(text) == 1
         assert {host for host, _ in listening_addresses(group)} == {"127.0.0.1"}
         group.run(f"{SETUP}\nos.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = 'nowhere0'")

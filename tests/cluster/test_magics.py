@@ -15,7 +15,7 @@ BAD_INPUT = [
     ("%makedip -g 99", r"-g 99: there is no GPU"),
     ("%makedip -g all", r"-g all: there is no GPU here; type %makedip -n 2"),
     ("%makedip --sideways", r"%makedip --sideways: unrecognized arguments: --sideways; %makedip\? lists the options"),
-    ("%makedip -n 500", r"^-n 500: 500 processes on \d+ cores; if you mean it, type %makedip -n 500 --yes$"),
+    ("%makedip -n 500", r"^-n 500: 500 processes on \d+ cores; to start them anyway, type %makedip -n 500 --yes$"),
     ("%makedip -t soon", r"-t soon: type a number of seconds"),
     ("%makedip -v maybe", r"-v maybe: type -v, -v True or -v False"),
     ("%makedip -k -n 2", r"%makedip -k -n 2: -k ends the group; to restart it type -r"),
@@ -23,7 +23,7 @@ BAD_INPUT = [
     ("%makedip -a nope", r"-a nope: there is no app 'nope'"),
     ("%%dip sideways\n1", r"%%dip sideways: type %%dip, %%dip local or %%dip everywhere"),
     ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
-    ("%%dip -r 1 -S 0\n1", r"^-S 0: rank 0 does not run this cell, rank 1 would; type -S 1, or -S all$"),
+    ("%%dip -r 1 -S 0\n1", r"^-S 0: rank 0 does not run this cell, only rank 1; type -S 1, or -S all$"),
     ("%%dip -s all\n1", r"^%%dip -s all: type %%dip -S all$"),
     ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
     (
@@ -49,7 +49,7 @@ BAD_INPUT = [
     ),
     ("%autodip maybe", r"%autodip maybe: type %autodip on or %autodip off"),
     ("%dipush", r"%dipush: type the names of variables"),
-    ("%dipush --modules torch", r"%dipush --modules torch: torch is not a module of your own, but installed; install"),
+    ("%dipush --modules torch", r"%dipush --modules torch: torch is an installed module, not your own; install"),
     (
         "%dipush --modules nowhere marker",
         r"the notebook finds no module nowhere, neither in its folder nor on sys.path",
@@ -58,15 +58,15 @@ BAD_INPUT = [
     ("%dipush a.b", r"%dipush a.b: 'a.b' is not a name; type `b = a.b`, then %dipush b$"),
     ("%dipull losses[-1]", r"'losses\[-1\]' is not a name; type `part = losses\[-1\]` in a %%dip cell, then %dipull p"),
     ("%dipshards", r"^%dipshards: type the name of a model on the ranks, such as %dipshards model$"),
-    ("%dipshards nowhere", r"%dipshards nowhere: ranks 0-2 have no variable nowhere; make the model in a %%dip cell"),
-    ("%dipshards marker", r"%dipshards marker: on ranks 0-2 it is no module but of type int; type the name of a model"),
+    ("%dipshards nowhere", r"%dipshards nowhere: ranks 0-2 have no variable nowhere; create the model in a %%dip cell"),
+    ("%dipshards marker", r"%dipshards marker: it is of type int on ranks 0-2, not a module; type the name of a model"),
     ("%dipull nowhere", r"nothing was pulled: rank 0 has no variable nowhere"),
     ("%dipcell x", r"%dipcell x: type the number of a cell, such as %dipcell 12; %dipcells lists them$"),
-    ("%dipcell 99999", r"%dipcell 99999: no cell with this number was given to ranks; the last ones are \d+"),
+    ("%dipcell 99999", r"%dipcell 99999: no cell with this number has run on ranks; the last are \d+"),
     ("%dipwait -t soon", r"-t soon: type a number of seconds, 0 or more, such as -t 120$"),
-    ("%dipstop", r"%dipstop: no cell runs in the background; %dipcells lists those that there were$"),
+    ("%dipstop", r"%dipstop: no cell runs in the background; %dipcells lists the earlier ones$"),
     ("%%dip local --bg\n1", r"%%dip local --bg: only ranks run cells in the background; type %%dip --bg$"),
-    ("%%dip --log no/such/folder/train\n1", r"--log no/such/folder/train: there is no folder .*; make it, or type"),
+    ("%%dip --log no/such/folder/train\n1", r"--log no/such/folder/train: there is no folder .*; create it, or type"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
 
@@ -221,7 +221,7 @@ def test_local_runs_here_and_everywhere_runs_on_both_sides(notebook: Notebook) -
         there = 1
         1 / ('rank' in globals())
     """)
-    assert shown.error == "LocalCellFailed" and "the cell failed here, in the notebook" in shown.message
+    assert shown.error == "LocalCellFailed" and "the cell failed in the notebook" in shown.message
     notebook.ok("%%dip\nassert 'there' not in globals()")
 
 
@@ -340,14 +340,14 @@ def test_a_dead_rank_is_replaced_and_others_keep_variables(notebook: Notebook) -
     """)
     shown = notebook.fails("%%dip\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
     assert re.match(r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\): ", shown.message)
-    assert "%makedip --repair puts a new process in its place" in shown.message
+    assert "%makedip --repair replaces its process" in shown.message
     assert "%makedip --repair" in notebook.fails("%%dip\npass").message
     assert (
         "nothing was repaired: rank 0 has no variable nowhere"
         in notebook.fails("%makedip --repair --from 0 nowhere").message
     )
     assert (
-        "rank 1 is gone itself; copy from one of ranks 0, 2" in notebook.fails("%makedip --repair --from 1 x").message
+        "rank 1 is lost itself; copy from one of ranks 0, 2" in notebook.fails("%makedip --repair --from 1 x").message
     )
     assert notebook.ok("%dipstack").stdout == "  ranks 0, 2: idle\n  rank 1: ended\n"
     threads = notebook.ok("%dipstack -v").stdout  # other tests may have left threads on rank 0

@@ -104,7 +104,7 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
         case "inside":
             assert text.startswith("nothing was pulled: inside holds a DistributedDataParallel, which lives on ranks")
         case _:
-            assert text.startswith(f"nothing was pulled: {name} is a model of FSDP, which lives on ranks only: ")
+            assert text.startswith(f"nothing was pulled: {name} is an FSDP model, which lives on ranks only: ")
     if name != "inside":
         code = text.split("`")[1]  # the line that the message suggests to type
         cells.run(code)

@@ -78,7 +78,7 @@ MESH = "from torch.distributed.device_mesh import init_device_mesh; "
 REFUSED = {
     "models in `DistributedDataParallel`": {"torch.nn.parallel.DistributedDataParallel(net)": "plain = x.module"},
     "FSDP models, DTensors, sharded state dicts, FSDP1 optimizers": {
-        "torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2))": "x is a model of FSDP",
+        "torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2))": "x is an FSDP model",
         "torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2)).state_dict()": "holds a DTensor",
     },
     "`ZeroRedundancyOptimizer`": {

@@ -273,7 +273,7 @@ def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> Non
     cell = "a, b = nn.Linear(2, 2), nn.Linear(2, 2)\nsa, sb = ddip.dist_state(a), ddip.dist_state(b)\n"
     ranks.run(cell + "sa.save(1)")
     for call in ("sb.save(1)", "sb.restore(default=0)"):
-        with pytest.raises(ddip.CellError, match="ValueError: .*`a` holds another model, which is kept as 'state'"):
+        with pytest.raises(ddip.CellError, match="ValueError: .*`a` holds another model, which is saved as 'state'"):
             ranks.run(call)
     # A wrapper, and a name
     ranks.run("ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)")
@@ -293,7 +293,7 @@ def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
             for number in range(state.restore(default=0), 3): state.save(number + 1)
             assert torch.equal(model.weight, begin)
     """)
-    with pytest.raises(ddip.CellError, match="ValueError: .*this cell has saved another model, which is kept as 'sta"):
+    with pytest.raises(ddip.CellError, match="ValueError: .*this cell has saved another model, which is saved as 'sta"):
         ranks.run("for seed in range(2): train_one(seed)")
     ranks.run("for seed in range(2): train_one(seed, name=f'seed {seed}')")
 
@@ -331,7 +331,7 @@ def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> No
         """)
         group.run("state.forget(); make(ensemble); train(0, 2)")
         group.change(ddip.Request(n=2))
-        with pytest.raises(ddip.CellError, match="LookupError: .*each rank had a model of its own"):
+        with pytest.raises(ddip.CellError, match="LookupError: .*each rank saved its own model"):
             group.run("make(ensemble); state.restore()")
 
 

@@ -179,8 +179,8 @@ def test_a_missing_name_says_when_it_will_be_available(cells: ddip.Group, tmp_pa
         with pytest.raises(TransferError) as error:
             cells.peek(["outer", "inner"])
     assert str(error.value) == (
-        "nothing was pulled: rank 0 has no variable inner yet; it has one as soon as its cell has assigned it, unless "
-        "that is a local variable of a function"
+        "nothing was pulled: rank 0 has no variable inner yet; it is available once the cell has assigned it, unless "
+        "it is local to a function"
     )
     with pytest.raises(TransferError, match="rank 1 has no variable inner; type names that a %%dip cell has defined"):
         cells.peek(["inner"], 1)
@@ -254,7 +254,7 @@ def test_a_tensor_freed_while_pickled_causes_no_crash(cells: ddip.Group, times: 
         assert cells.peek(["pair"])["pair"][0].sum() == 1 << 23
     else:
         with pytest.raises(
-            TransferError, match=r"pair cannot be pickled on rank 0: Changed: .*tensor of it .*20 times"
+            TransferError, match=r"pair cannot be pickled on rank 0: Changed: .*tensor in it .*20 times"
         ):
             cells.peek(["pair"])
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
@@ -444,6 +444,6 @@ def test_the_magic_pulls_a_snapshot(notebook: Notebook) -> None:
     assert "rank 0 has no variable nix yet" in notebook.run("%dipull --now nix").message
     notebook.ok("open('end', 'w').close(); cell.join()")
     assert notebook.run("%dipull step -t 3").message == (
-        "%dipull step -t 3: -t goes with --now; a pull waits until the rank is free"
+        "%dipull step -t 3: -t needs --now; a pull waits until the rank is free"
     )
     assert "-t 0: type a number of seconds" in notebook.run("%dipull --now step -t 0").message

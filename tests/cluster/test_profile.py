@@ -141,7 +141,7 @@ def test_a_profiler_of_the_cells_own_has_precedence(
     )
     last_profile(cells)
     out = capsys.readouterr().out
-    assert re.search(r"rank 1: recorded only the first .*: a profiler that the cell itself has started", out)
+    assert re.search(r"rank 1: recorded only the first .*: a profiler that the cell has started", out)
     cells.run("left_on = torch.profiler.profile(); left_on.start()", ranks=[0])
     try:
         cells.run("pass", profile=str(tmp_path))

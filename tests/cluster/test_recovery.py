@@ -117,7 +117,7 @@ def test_an_error_in_the_report_of_a_rank_is_shown(cells: ddip.Group, capsys: py
     assert expected in capsys.readouterr().err
     cells.run("p.report = former")
     cells.run(f"{PROOF}\nassert kept == rank")
-    assert "cannot tell" not in capsys.readouterr().err
+    assert "cannot check" not in capsys.readouterr().err
 
 
 @pytest.mark.grid
@@ -377,7 +377,7 @@ def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Grou
     """)
     with pytest.raises(CellError, match="^rank 1: ValueError$"):
         cells.run("if rank == 1:\n    def fail(held): raise ValueError\n    fail(Waits())")
-    waits = "^taking apart what its last cell has left, .* in __del__$"
+    waits = "^releasing objects of its last cell, .* in __del__$"
     stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
     with pytest.raises((RequestInterrupted, CellInterrupted)):  # the rank frees it before or after the comparison
         cells.run("import torch.distributed as dist; dist.barrier()")
@@ -453,7 +453,7 @@ def test_a_stop_at_the_end_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddip.output.cells.router.CellOutput.finish", lambda *_: press_stop())
-    with pytest.raises(CellInterrupted, match="the cell had ended when it was interrupted"):
+    with pytest.raises(CellInterrupted, match="the cell had already ended when it was interrupted"):
         cells.run("pass")
 
 
@@ -757,9 +757,9 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
             kept = rank
             if rank: sys.modules['toy_app'] = None
         """)
-        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
+        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"):
             group.change(Request(app="toy"))
-        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair puts"):
+        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"):
             group.run("pass")
         assert group.repair() == [1]
         group.run(f"{PROOF}\nassert prepared and (rank or kept == 0)")

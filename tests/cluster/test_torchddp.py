@@ -136,9 +136,9 @@ def test_names_are_resolved_in_the_documented_order(
     lines = [line for line in capsys.readouterr().err.splitlines() if "reads" in line or "used" in line]
     assert sorted(lines) == sorted(
         [
-            "ddip: names reads device: on each rank that is ddip's variable, and the notebook's was not sent",
+            "ddip: names reads device: ddip sets it on each rank, so the notebook's value was not sent",
             *(f"ddip: in_torchddp used the notebook's {name}; ranks 0, 1 had another value" for name in "abcd"),
-            "ddip: in_torchddp used large of ranks 0, 1, and not the notebook's: "
+            "ddip: in_torchddp used large of ranks 0, 1, not the notebook's: "
             "it is larger than 1 MB; add large to need=",
         ]
     )

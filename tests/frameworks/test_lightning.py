@@ -158,16 +158,16 @@ def test_pytorch_lightning_and_a_fabric_also_use_the_ranks(cells: ddip.Group) ->
 REFUSED = [
     (
         "L.Trainer(strategy='ddp_notebook')",
-        r"it would start processes of its own, .* use strategy='ddp'",
+        r"it would start its own processes, .* use strategy='ddp'",
     ),
     ("L.Trainer(strategy='ddp_spawn')", r"use strategy='ddp'"),
     ("L.Trainer(strategy='ddp_fork_find_unused_parameters_true')", r"use strategy='ddp_find_unused_parameters_true'"),
     ("L.Trainer(strategy=DDPStrategy(start_method='fork'))", r"DDPStrategy\(...\)\): .* use strategy='ddp'"),
     ("L.Fabric(strategy='ddp_notebook')", r"Fabric\(strategy='ddp_notebook'\): .* use strategy='ddp'"),
-    ("L.Trainer(strategy='horovod')", r"Lightning has it no more; use strategy='ddp'"),
+    ("L.Trainer(strategy='horovod')", r"Lightning has removed it; use strategy='ddp'"),
     ("L.Trainer(strategy='fsdp')", r"%makedip -g all first, or use ModelParallelStrategy\(data_parallel_size=2"),
     ("L.Trainer(strategy=FSDPStrategy())", r"torch's FSDP needs GPUs"),
-    ("L.Trainer(strategy='deepspeed')", r"Lightning has it on GPUs only, .* use strategy='ddp'"),
+    ("L.Trainer(strategy='deepspeed')", r"Lightning supports it on GPUs only, .* use strategy='ddp'"),
     ("L.Trainer(devices=1)", r"Trainer\(devices=1\): the group has 2 ranks; leave it out, or type %makedip -n 1 first"),
     ("L.Trainer(devices=2, num_nodes=2)", r"type %makedip -n 4 first"),
     ("L.Trainer(accelerator='gpu')", r"the ranks of this group are on the CPU; leave it out"),
@@ -409,9 +409,7 @@ def test_a_trainer_of_another_number_of_ranks_says_so(warmed_up: None, capsys: p
         """)
         group.change(ddip.Request(n=2))
         group.run(SET_UP, ranks=[1])
-        with pytest.raises(
-            CellError, match="made for 1 rank, and the group has 2 now; make it again: trainer = Trainer"
-        ):
+        with pytest.raises(CellError, match="made for 1 rank, and the group has 2 now; recreate it: trainer = Trainer"):
             group.run("if rank == 0: trainer.fit(net, loader)")
         with pytest.raises(CellError, match="fabric.launch: this Fabric was made for 1 rank"):
             group.run("if rank == 0: fabric.launch()")

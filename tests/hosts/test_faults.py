@@ -127,12 +127,12 @@ def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Grou
 def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Group, hosts: Network) -> None:
     do_in_a_second(hosts["h2"].lose_power)
     began = time.monotonic()
-    with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: nothing has come from h2 .*"):
+    with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: h2 has sent nothing for .*"):
         group.run(BUSY)
     assert time.monotonic() - began < 20
     with pytest.raises(GroupError, match=r"lost with h2.*%makedip --repair"):
         group.run("pass")
-    with pytest.raises(BadInput, match="h1 is not lost, and keeps its place"):
+    with pytest.raises(BadInput, match="h1 is not lost; a repair replaces lost hosts only"):
         group.repair(hosts=parse_hosts("h3,h2"))
     with pytest.raises(GroupError, match=r"^h2: ssh: connect to host h2 port 22"):
         group.repair()

@@ -128,7 +128,7 @@ def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, 
     (package / "deep.py").write_text("y = 'deep'\n")
     import mine  # type: ignore[import-not-found]
 
-    hint = "; %dipush --modules mine sends what is the notebook's own$"
+    hint = "; %dipush --modules mine sends the notebook's own$"
     with pytest.raises(TransferError, match=rf"^nothing was pushed: f cannot be unpickled there: .*{hint}"):
         group.push({"f": mine.f})
     pushed = group.push_modules("mine, pack")
@@ -143,7 +143,7 @@ def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, 
     module.write_text("x = 2\n\ndef f():\n    return x\n")
     pushed = group.push_modules("mine,pack")
     (notice,) = pushed.notices
-    assert notice.startswith("mine is imported already on ranks 0-3, and stays as it was there: run import importlib")
+    assert notice.startswith("mine is imported already on ranks 0-3, which keeps the old version: run import importlib")
     group.run("assert mine.f() == 1")
     module.write_text("x = 3\n\ndef f():\n    return x\n")
     assert group.push_modules("mine", reload=True).notices == []
@@ -168,7 +168,7 @@ def test_new_ranks_and_restarted_groups_have_the_modules(group: ddip.Group, note
 def test_a_host_without_the_notebooks_folder_is_reported(notebook_folder: Path) -> None:
     with ddip.Group(1, hosts="h1,h2") as group:
         assert group.notices == [
-            f"h1, h2: {notebook_folder} is not there, ranks begin in {os.path.expanduser('~')}; "
+            f"h1, h2: {notebook_folder} does not exist, ranks start in {os.path.expanduser('~')}; "
             "--cd FOLDER names another"
         ]
     with ddip.Group(1, hosts="h1,h2", reach=Reach(directory="/usr")) as group:
@@ -179,7 +179,7 @@ def test_a_host_without_the_notebooks_folder_is_reported(notebook_folder: Path) 
 def test_a_missing_folder_that_was_requested_is_an_error(hosts: Network) -> None:
     with pytest.raises(GroupError) as error:
         ddip.Group(1, hosts="h1,h2", reach=Reach(directory="/no/such"))
-    what = "/no/such is not there; make that folder there, or name another with --cd"
+    what = "/no/such is not there; create it there, or choose another folder with --cd"
     assert str(error.value) == f"h1: {what}\nh2: {what}"
 
 
@@ -188,21 +188,21 @@ def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path
     try:
         started = notebook.ok("%load_ext ddip\n%makedip --hosts h1:1,h2:1").text
         home = os.path.expanduser("~")
-        assert f"ddip: h1, h2: {tmp_path} is not there, ranks begin in {home}; --cd FOLDER names another\n" in started
+        assert f"ddip: h1, h2: {tmp_path} does not exist, ranks start in {home}; --cd FOLDER names another\n" in started
         notebook.ok("%%writefile mine.py\nx = 1")
         failed = notebook.fails("%%dip\nimport mine").message
-        assert failed.endswith("; %dipush --modules mine sends what is the notebook's own")
+        assert failed.endswith("; %dipush --modules mine sends the notebook's own")
         assert notebook.ok("%dipush --modules mine").text == "ddip: pushed mine: 6 B to h1, h2\n"
         assert notebook.ok("%dipush --modules mine").text == "ddip: h1, h2 had mine already, unchanged\n"
         notebook.ok("%%dip\nimport mine\nassert mine.x == 1")
         notebook.ok("%%writefile mine.py\nx = 22")
-        assert "mine is imported already on ranks 0, 1, and stays as" in notebook.ok("%dipush --modules mine").text
+        assert "mine is imported already on ranks 0, 1, which keeps" in notebook.ok("%dipush --modules mine").text
         notebook.ok("%load_ext autoreload\n%autoreload 2")
         notebook.ok("%%writefile mine.py\nx = 333")
         assert notebook.ok("%dipush --modules mine").text == "ddip: pushed mine: 8 B to h1, h2\n"
         notebook.ok("%%dip\nassert mine.x == 333")
         error = notebook.fails("%makedip -r --hosts h1:1,h2:1 --cd /no/such").message
-        assert "h1: /no/such is not there; make that folder there, or name another with --cd" in error
+        assert "h1: /no/such is not there; create it there, or choose another folder with --cd" in error
     finally:
         notebook.shut_down()
 

@@ -124,7 +124,7 @@ def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
 
 
 def test_a_job_that_slurm_rejects_is_reported(slurm: Slurm) -> None:
-    with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch has not taken the job: .*patrition"):
+    with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch rejected the job: .*patrition"):
         ddip.Group(1, reach=Reach(slurm="nodes=1 patrition=x"))
     with pytest.raises(GroupError, match="--here: this is no allocation"):
         ddip.Group(1, reach=Reach(here=True))
@@ -237,7 +237,7 @@ def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> Non
         assert "also type -r" in notebook.fails('%makedip --slurm "nodes=1"').message
         assert "leave out array" in notebook.fails('%makedip -r --slurm "nodes=1 array=3"').message
         notebook.run("%%dip\nassert world_size == 2")
-        assert re.search(r"job \d+ of Slurm ends in 0:2\d:\d\d", notebook.run("%makedip -i").stdout)
+        assert re.search(r"Slurm job \d+ ends in 0:2\d:\d\d", notebook.run("%makedip -i").stdout)
         notebook.run("%makedip -k")
     finally:
         notebook.shut_down()

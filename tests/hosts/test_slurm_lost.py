@@ -133,7 +133,7 @@ def test_a_lost_node_in_a_foreign_job_is_not_replaced(
         hosts["h2"].lose_power()
         wait_until(lambda: slurm.states()["h2"] == "down", 60)
         with pytest.raises(
-            GroupError, match=rf"^h2: lost, and not to be replaced: job {job} .*%makedip -r restarts the group"
+            GroupError, match=rf"^h2 cannot be replaced: ddip did not submit job {job}.*%makedip -r restarts the group"
         ):
             group.repair()
         group.restart()

@@ -140,7 +140,11 @@ def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object])
             {"python": "/no/such/python"},
             r"h2: .*No such file or directory; is there a /no/such/python on that host\?",
         ),
-        ("h2", {"setup": "module load cuda"}, r"h2: .*module: .*not found; that may be of --setup 'module load cuda'"),
+        (
+            "h2",
+            {"setup": "module load cuda"},
+            r"h2: .*module: .*not found; the message may come from --setup 'module load cuda'",
+        ),
     ],
     ids=["no such host", "no permission", "no ddip", "no python", "set up"],
 )

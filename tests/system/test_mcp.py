@@ -200,7 +200,7 @@ def test_a_program_trains_and_repairs_a_killed_rank_over_mcp(server: Server) -> 
             await call("ddip_pull", names=["losses"])
         assert (await call("ddip_stop"))["outcome"] == "interrupted"
         assert len((await call("ddip_pull", names=["losses"]))["losses"]["json"]) >= 1
-        assert await call("ddip_shutdown") == "there is no group any more"
+        assert await call("ddip_shutdown") == "the group has ended"
         assert (await call("ddip_status"))["group"] is None
 
     run(server, steps)

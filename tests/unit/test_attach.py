@@ -35,9 +35,9 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
     assert [found.name for found in clusters.all_there()] == ["big/one-two", "default"]
-    with pytest.raises(GroupError, match=r"^-c one-two: its controller does not answer; none runs here"):
+    with pytest.raises(GroupError, match=r"^-c one-two: its controller does not answer; no cluster runs here"):
         clusters.find("one-two")
-    with pytest.raises(GroupError, match=r"^-c three: there is no such cluster; none runs here; ipcluster start"):
+    with pytest.raises(GroupError, match=r"^-c three: there is no such cluster; no cluster runs here; ipcluster start"):
         clusters.find("three")
 
 
@@ -48,7 +48,7 @@ def test_either_file_of_a_cluster_identifies_the_cluster(profiles: Path) -> None
     with pytest.raises(GroupError, match="there is no file"):
         clusters.find(str(folder / "none.json"))
     (folder / "other.json").write_text("[]")
-    with pytest.raises(GroupError, match="that is no connection file for clients"):
+    with pytest.raises(GroupError, match="this is not a connection file for clients"):
         clusters.find(str(folder / "other.json"))
 
 

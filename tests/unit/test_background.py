@@ -110,7 +110,7 @@ def test_a_failure_unblocks_only_the_ranks_of_its_cell(new_group: NewGroup) -> N
     with pytest.raises(CellError, match="rank 0: ValueError: no; rank 1 was blocked"):
         group.run("0: raise ValueError no\n1: wait", ranks=[0, 1])
     assert not cell.done.done()
-    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must be rebuilt"):
+    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must first be rebuilt"):
         group.run("pass", ranks=[0, 1])
     for rank in (2, 3):
         group.engine(rank).end()
@@ -190,7 +190,7 @@ def test_an_unknown_cell_number_is_not_found(new_group: NewGroup) -> None:
         group.cell(3)
     group.run("pass")
     assert group.cell(1) is group.cells[0]
-    with pytest.raises(BadInput, match="the last ones are 1"):
+    with pytest.raises(BadInput, match="the last are 1"):
         group.cell(3)
 
 

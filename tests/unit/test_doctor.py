@@ -268,7 +268,7 @@ def test_the_output_of_nvidia_smi_is_read(text: str, found: list[Gpu]) -> None:
         ("", "", 1, 1, ["0"], ["ok", "ok"], "nvidia-smi is not"),
         ("", "nvidia-smi failed", 1, 0, [], ["failed", "ok"], "NVIDIA's driver"),
         (H100.splitlines()[0], "", 2, 2, ["0", "1"], ["ok", "ok"], "2, 2 visible to ddip"),
-        (H100, "", 2, 2, ["0", "1"], ["ok", "warning"], "end what uses GPU 1"),
+        (H100, "", 2, 2, ["0", "1"], ["ok", "warning"], "end the processes on GPU 1"),
         (H100, "", 2, 2, [], ["ok", "warning"], "unset CUDA_VISIBLE_DEVICES"),
         (H100, "", 2, 0, [], ["ok", "failed"], "libnvidia-ml.so.1"),
     ],
@@ -422,11 +422,11 @@ def test_the_doctor_checks_versions_of_packages(
         ({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_NCCL_ENABLE_MONITORING": "0", "TMPDIR": ""}, []),
         (
             {"GLOO_SOCKET_IFNAME": "eth0"},
-            ["GLOO_SOCKET_IFNAME=eth0 is not followed: the ranks of one host talk over lo"],
+            ["GLOO_SOCKET_IFNAME=eth0 is ignored: the ranks of one host communicate over lo"],
         ),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, ["TORCH_NCCL_ASYNC_ERROR_HANDLING=3: torch's watchdog may end"]),
         ({"RANK": "0", "MASTER_PORT": "29500"}, ["RANK=0, MASTER_PORT=29500: the ranks get their own"]),
-        ({"OMP_NUM_THREADS": "16"}, ["OMP_NUM_THREADS=16", "each of two 4"]),
+        ({"OMP_NUM_THREADS": "16"}, ["OMP_NUM_THREADS=16", "each of two ranks 4"]),
         ({"RANK": "0", "NCCL_DEBUG": "INFO"}, ["passed on to the ranks: NCCL_DEBUG=INFO"]),
     ],
 )

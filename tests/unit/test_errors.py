@@ -70,9 +70,7 @@ def test_errors_show_the_earliest_first_and_group_waits_by_place() -> None:
 
 def test_a_rank_that_ended_can_be_replaced() -> None:
     text = str(CellError({1: RankError("RankEnded", "pid 7 ended (SIGKILL)", "")}))
-    assert text.startswith(
-        "rank 1: RankEnded: pid 7 ended (SIGKILL); %makedip --repair puts a new process in its place"
-    )
+    assert text.startswith("rank 1: RankEnded: pid 7 ended (SIGKILL); %makedip --repair replaces its process")
 
 
 def test_exceptions_from_an_interrupt_are_not_shown_as_errors() -> None:

@@ -39,7 +39,7 @@ def test_a_request_without_a_waiting_client_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "message"),
     [
-        ("fly", {}, "BadInput", "fly: no such function; there are status, start"),
+        ("fly", {}, "BadInput", "fly: no such function; the functions are status, start"),
         ("status", {"much": 1}, "TypeError", "unexpected keyword argument 'much'"),
     ],
 )
@@ -136,9 +136,9 @@ def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> N
     ("paths", "typed", "why"),
     [
         ([], "", "no notebook is open"),
-        (["a", "b"], "", "several notebooks are open; say which as `notebook`: a, b"),
-        (["a", "b"], "c", "c: no notebook is called so; open: a, b"),
-        (["x/a", "y/a"], "a", "a: several notebooks are called so; open: x/a, y/a"),
+        (["a", "b"], "", "several notebooks are open; give one as `notebook`: a, b"),
+        (["a", "b"], "c", "c: no notebook is called that; open: a, b"),
+        (["x/a", "y/a"], "a", "a: several notebooks are called that; open: x/a, y/a"),
     ],
 )
 def test_an_ambiguous_choice_of_a_notebook_lists_the_candidates(paths: list[str], typed: str, why: str) -> None:

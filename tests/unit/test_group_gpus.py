@@ -36,7 +36,7 @@ def test_ranks_with_cut_off_work_and_good_ranks_are_named(
 
 
 def test_without_a_good_rank_the_advice_is_a_checkpoint() -> None:
-    assert cut_off_text({0: True, 1: True}).endswith("copy it from a checkpoint, before you go on")
+    assert cut_off_text({0: True, 1: True}).endswith("copy them from a checkpoint, before you continue")
 
 
 def test_an_ended_rank_is_not_recommended_as_a_source(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_only_the_rank_with_a_lost_gpu_is_replaced(new_group: NewGroup, capsys: 
     group.push({"kept": 1})
     with pytest.raises(CellError, match=f"^rank 1: AcceleratorError: {ASSERT}$"):
         group.run(f"1: lose {ASSERT}")
-    lost = re.escape(f"rank 1 has lost its GPU ({ASSERT}); %dipull still gets what it has on the CPU, and %makedip --r")
+    lost = re.escape(f"rank 1 has lost its GPU ({ASSERT}); %dipull can still copy its CPU variables, and %makedip --r")
     assert re.search(lost, capsys.readouterr().err)
     with pytest.raises(GroupError, match=f"^{lost}"):
         group.run("pass")

@@ -92,7 +92,7 @@ def test_torch_watchdogs_end_an_nccl_rank_only_on_request(
 def test_two_ranks_on_one_gpu_use_nccl_if_allowed(
     new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadInput, match="nccl does only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment"):
+    with pytest.raises(BadInput, match="nccl supports only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment"):
         new_group(None, gpus=[0, 0], backend="nccl")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     group = new_group(None, gpus=[0, 0], backend="cpu:gloo,cuda:nccl")
@@ -289,7 +289,7 @@ def test_a_healthy_group_needs_no_repair(new_group: NewGroup) -> None:
 def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.end_engine(1, -9)
-    with pytest.raises(BadInput, match="rank 1 is gone itself; copy from rank 0$"):
+    with pytest.raises(BadInput, match="rank 1 is lost itself; copy from rank 0$"):
         group.repair(["x"], 1)
     with pytest.raises(TransferError, match="nothing was repaired: rank 0 has no variable x"):
         group.repair(["x"], 0)
@@ -532,4 +532,4 @@ def test_an_unused_interface_is_reported(
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     new_group(1)
-    assert re.search("GLOO_SOCKET_IFNAME=eth7 is not used", capsys.readouterr().err)
+    assert re.search("GLOO_SOCKET_IFNAME=eth7 is ignored", capsys.readouterr().err)

@@ -60,9 +60,9 @@ def test_a_digest_shows_whether_a_module_has_changed() -> None:
     ("typed", "text"),
     [
         ("", "type the names of modules, such as %dipush --modules utils,models"),
-        ("torch", "torch is not a module of your own, but installed; install it on the hosts"),
-        ("json", "json is not a module of your own, but installed"),
-        ("ddip", "ddip is not a module of your own, but installed"),
+        ("torch", "torch is an installed module, not your own; install it on the hosts"),
+        ("json", "json is an installed module, not your own"),
+        ("ddip", "ddip is an installed module, not your own"),
         ("sys", "sys is a part of Python, which every host has"),
         ("mine_nowhere", "the notebook finds no module mine_nowhere, neither in its folder nor on sys.path"),
         ("__main__", "that is the notebook; %dipush copies its variables, functions and classes"),
@@ -99,7 +99,7 @@ def test_links_out_of_a_package_and_to_folders_are_refused(folder: Path, target:
 def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
     write_files(folder, {"mine_n/__init__.py": ""})
     (folder / "mine_n" / "link").symlink_to("gone.py")
-    with pytest.raises(BadInput, match="link is a link to .*gone.py, which is not there"):
+    with pytest.raises(BadInput, match="link is a link to .*gone.py, which does not exist"):
         modules.find("mine_n")
 
 
@@ -119,7 +119,7 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
     write_files(folder, {"mine_h.py": ""})
     group = new_group(2)
     pushed = group.push_modules("mine_h")
-    assert str(pushed) == "the ranks are beside the notebook, and import mine_h where it does; nothing was sent"
+    assert str(pushed) == "the ranks are on the notebook's host and import mine_h from the same files; nothing was sent"
     assert pushed.beside and not pushed.hosts and not pushed.notices
     assert "objects.rank_modules.write" not in group.engine(0).calls
 
@@ -129,8 +129,10 @@ def test_a_push_prints_a_summary() -> None:
     pushed = modules.ModulesPushed(("a", "b"), ("h1", "h2"), ("h2",), 30, beside=False, not_reloaded=answers)
     assert str(pushed) == "pushed a, b: 30 B to h2"
     first, second = pushed.notices
-    assert first.startswith("a is imported already on ranks 0, 1, and stays as it was there: run import importlib, a;")
-    assert second == "b could not be loaded again on rank 2, and stays as it was there: SyntaxError: no"
+    assert first.startswith(
+        "a is imported already on ranks 0, 1, which keeps the old version: run import importlib, a;"
+    )
+    assert second == "b could not be reloaded on rank 2, which keeps the old version: SyntaxError: no"
 
 
 # -- on a rank

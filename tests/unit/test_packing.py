@@ -58,7 +58,7 @@ def test_shared_objects_are_packed_once_and_attributes_are_not_names() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("__import__('threading').Lock()", "TypeError: cannot pickle '_thread.lock' object; make it in the function"),
+        ("__import__('threading').Lock()", "TypeError: cannot pickle '_thread.lock' object; create it in the function"),
         ("bytes(1_000_001)", "it is larger than 1 MB; add x to need="),
         ("__import__('torch').zeros(1_000_000)[:2]", "it is larger than 1 MB; add x to need="),
         ("(lambda: lock)", None),

@@ -57,9 +57,7 @@ def test_a_busy_rank_says_when_it_will_have_the_name(new_group: NewGroup) -> Non
         group.peek(["a", "x", "y"])
     answer = group.engine(0).answers[TAKE]
     group.engine(0).answers[TAKE] = lambda *args: {**answer(*args), "busy": True}
-    with pytest.raises(
-        TransferError, match="rank 0 has no variable x, y yet; it has one as soon as its cell has assig"
-    ):
+    with pytest.raises(TransferError, match="rank 0 has no variable x, y yet; it is available once the cell has assig"):
         group.peek(["a", "x", "y"])
 
 
@@ -150,7 +148,7 @@ def test_the_timeout_is_read_as_seconds(now: bool, timeout: str | None, seconds:
 @pytest.mark.parametrize(
     ("now", "timeout", "text"),
     [
-        (False, "3", "^%dipull x -t 3: -t goes with --now; a pull waits until the rank is free$"),
+        (False, "3", "^%dipull x -t 3: -t needs --now; a pull waits until the rank is free$"),
         (True, "soon", "^-t soon: type a number of seconds, 0.1 or more, such as -t 120$"),
         (True, "0", "^-t 0: type a number of seconds"),
     ],

@@ -69,9 +69,9 @@ def test_gpus_come_in_the_order_given_with_gaps_and_twice(words: list[str], gpus
     [
         (["99"], 4, "-g 99: there is no GPU 99; this machine has GPU 0 to 3"),
         (["0,1"], 1, "-g 0,1: there is no GPU 1; this machine has only GPU 0"),
-        (["0,x"], 4, "-g 0,x: 'x' is no GPU; type numbers, such as -g 0,1, or -g all"),
-        (["all", "1"], 4, "-g all 1: 'all' is no GPU"),
-        (["-1"], 4, "-g -1: '-1' is no GPU"),
+        (["0,x"], 4, "-g 0,x: 'x' is not a GPU; type numbers, such as -g 0,1, or -g all"),
+        (["all", "1"], 4, "-g all 1: 'all' is not a GPU"),
+        (["-1"], 4, "-g -1: '-1' is not a GPU"),
         ([","], 4, "-g ,: type numbers"),
         (["0"], 0, "-g 0: there is no GPU here; type %makedip -n 2"),
         (["all"], 0, "-g all: there is no GPU here"),
@@ -95,11 +95,11 @@ def test_ranks_keep_the_order_typed_each_once() -> None:
     [
         (["9"], "-r 9: there is no rank 9; this group has ranks 0 to 3"),
         (["2-9"], "-r 2-9: there is no rank 4"),
-        (["x"], "-r x: 'x' is no rank; this group has ranks 0 to 3: type -r 0, -r 0,1 or -r all"),
-        (["1-"], "-r 1-: '1-' is no rank"),
-        (["3-1"], "-r 3-1: '3-1' is no rank"),
-        (["3-1,0"], "-r 3-1,0: '3-1' is no rank"),
-        (["-1"], "-r -1: '-1' is no rank"),
+        (["x"], "-r x: 'x' is not a rank; this group has ranks 0 to 3: type -r 0, -r 0,1 or -r all"),
+        (["1-"], "-r 1-: '1-' is not a rank"),
+        (["3-1"], "-r 3-1: '3-1' is not a rank"),
+        (["3-1,0"], "-r 3-1,0: '3-1' is not a rank"),
+        (["-1"], "-r -1: '-1' is not a rank"),
     ],
 )
 def test_invalid_ranks_are_named(words: list[str], message: str) -> None:
@@ -209,11 +209,11 @@ def test_ranks_of_a_program_are_taken_in_the_order_given() -> None:
     [
         ([0, 9], r"ranks=\[0, 9\]: there is no rank 9; this group has ranks 0 to 2"),
         ([-1], r"ranks=\[-1\]: there is no rank -1; "),
-        ([1, 0, 1], r"ranks=\[1, 0, 1\]: rank 1 is there twice"),
-        ([1.0], r"ranks=\[1.0\]: 1.0 is no rank; "),
-        (["1"], r"ranks=\['1'\]: '1' is no rank; "),
-        ([True], r"ranks=\[True\]: True is no rank; "),
-        ([None], r"ranks=\[None\]: None is no rank; "),
+        ([1, 0, 1], r"ranks=\[1, 0, 1\]: rank 1 is listed twice"),
+        ([1.0], r"ranks=\[1.0\]: 1.0 is not a rank; "),
+        (["1"], r"ranks=\['1'\]: '1' is not a rank; "),
+        ([True], r"ranks=\[True\]: True is not a rank; "),
+        ([None], r"ranks=\[None\]: None is not a rank; "),
         (1, r"ranks=1: give a list of ranks, such as \[0\]; "),
         ("01", r"ranks='01': give a list of ranks"),
     ],
@@ -225,7 +225,7 @@ def test_invalid_ranks_of_a_program_are_named(given: object, said: str) -> None:
 
 @pytest.mark.parametrize("typed", ["h1:two", "h1:", "h1:-1", "me@h1:2x"])
 def test_text_after_the_colon_of_a_host_is_a_number(typed: str) -> None:
-    with pytest.raises(BadInput, match="after the colon comes the number of ranks, such as (me@)?h1:4"):
+    with pytest.raises(BadInput, match="type the number of ranks after the colon, such as (me@)?h1:4"):
         parse_hosts(typed)
 
 

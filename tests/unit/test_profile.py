@@ -225,7 +225,7 @@ def test_a_missing_rank_is_waited_for_until_the_end() -> None:
         {0: report_of_ten_seconds([collective_row(1, 2, 10)], [(2, 10)]), 1: report_of_ten_seconds([], [])}
     )
     assert profile.ranks[0].waiting == pytest.approx(8) and profile.slowest_rank == 1
-    assert "waiting for ranks that never came" in str(profile_report.remarks(profile))
+    assert "waiting for ranks that never joined it" in str(profile_report.remarks(profile))
 
 
 def test_ranks_do_not_wait_for_a_rank_with_missing_events() -> None:

@@ -52,7 +52,7 @@ def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Pa
     ("typed", "text"),
     [
         ("gpus=4", "type how many nodes"),
-        ("nodes=2 ,x", "',x' is no option of sbatch; type name=value"),
+        ("nodes=2 ,x", "',x' is not an option of sbatch; type name=value"),
         ("nodes=2 array=1-3", "leave out array"),
         ("nodes=2 'time=1", "a quote is not closed"),
         ("", "type how many nodes"),

@@ -250,8 +250,8 @@ NOT_DIVISIBLE = (
     "dataset with __len__ and __getitem__; ddip divides it"
 )
 DIFFERENT = (
-    "the ranks do not train on the same: {what} {differ}. Make the DataLoaders and call fit in cells on all ranks, "
-    "with the same data on each; ddip divides them"
+    "the ranks have different training data: {what} {differ}. Create the DataLoaders and call fit in cells on all "
+    "ranks, with the same data on each; ddip divides them"
 )
 
 

@@ -16,7 +16,7 @@ from ddip.apps import patches, rank_exchange
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 INSTEAD = (
     "device_map={typed!r} spreads one model over all GPUs, and each of the {size} ranks has its own copy: write "
-    "device_map={{'': device}}, or leave it out, and Trainer or Accelerator puts it there"
+    "device_map={{'': device}}, or leave it out, and Trainer or Accelerator places the model"
 )
 
 

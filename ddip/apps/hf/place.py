@@ -26,9 +26,7 @@ USE_CPU = "ACCELERATE_USE_CPU"
 NOT_OURS = "FORK_LAUNCHED"
 """Variable that tells accelerate that a launcher owns the group, so that ``end_training`` does not destroy it."""
 
-STALE = (
-    "this {kind} was made for a group that has changed its ranks: recreate the Accelerator, and what it has prepared"
-)
+STALE = "this {kind} was made for former ranks of the group: recreate the Accelerator, and prepare its objects again"
 
 
 class StaleStateError(RuntimeError, AttributeError):

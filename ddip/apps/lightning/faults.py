@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from ddip.apps import patches
 from ddip.apps.lightning.packages import modules
 
-NOT_SAVED = "no checkpoint was written of what has failed: its model is sharded, and the ranks stand at different steps"
+NOT_SAVED = "no checkpoint was written after the failure: the model is sharded, and the ranks are at different steps"
 
 _detached: weakref.WeakKeyDictionary[Any, list[tuple[Any, str]]] = weakref.WeakKeyDictionary()
 """Trainers in a run that has failed on this rank, with the objects and attributes replaced until the run ends."""

@@ -68,14 +68,14 @@ def _check_strategy(what: str, asked: Any, position: RankPosition) -> None:
     if start != "popen" or (isinstance(asked, str) and any(f"_{word}" in name for word in FORKING)):
         unused = "_find_unused_parameters_true" if name.endswith("_true") else ""
         raise ValueError(
-            f"{typed}: it would start processes of its own, and the ranks are there; use strategy='ddp{unused}'"
+            f"{typed}: it would start its own processes, but the ranks are running already; use strategy='ddp{unused}'"
         )
     if name in REPLACED:
-        raise ValueError(f"{typed}: Lightning has it no more; use strategy={REPLACED[name]!r}")
+        raise ValueError(f"{typed}: Lightning has removed it; use strategy={REPLACED[name]!r}")
     if position.device is None and (name.startswith("deepspeed") or name == "DeepSpeedStrategy(...)"):
         raise ValueError(
-            f"{typed}: Lightning has it on GPUs only, and the ranks of this group are on the CPU; type %makedip -g all "
-            "first, or use strategy='ddp'"
+            f"{typed}: Lightning supports it on GPUs only, and the ranks of this group are on the CPU; type "
+            "%makedip -g all first, or use strategy='ddp'"
         )
     if position.device is None and (name.startswith("fsdp") or name == "FSDPStrategy(...)"):
         raise ValueError(

@@ -94,7 +94,7 @@ def ensure_same_ranks(owner: Any, doing: str) -> None:
     if size != dist.get_world_size():
         raise RuntimeError(
             f"{doing}: this {kind} was made for {size} rank{'s' if size != 1 else ''}, and the group has "
-            f"{dist.get_world_size()} now; make it again: {kind.lower()} = {kind}(...)"
+            f"{dist.get_world_size()} now; recreate it: {kind.lower()} = {kind}(...)"
         )
     if not current.is_everywhere():
         ranks = ", ".join(map(str, current.ranks()))

@@ -51,7 +51,7 @@ def find(typed: str) -> str:
         return str(running[0].file)
     if running:
         names = ", ".join(cluster.name for cluster in running)
-        raise GroupError(f"-c {typed}: there are several: type one of {names}")
+        raise GroupError(f"-c {typed}: several clusters match; type one of {names}")
     why = "its controller does not answer" if found else "there is no such cluster"
     raise GroupError(f"-c {typed}: {why}; {_running_text()}")
 
@@ -68,13 +68,13 @@ def _checked_file(typed: str) -> str:
     except (OSError, ValueError):
         whole = False
     if not whole or file.name.endswith("engine.json"):
-        raise GroupError(f"-c {typed}: that is no connection file for clients; its name ends in -{END}")
+        raise GroupError(f"-c {typed}: this is not a connection file for clients, whose name ends in -{END}")
     return str(file)
 
 
 def _running_text() -> str:
     names = [cluster.name for cluster in all_there() if runs(cluster.file)]
-    return f"those that run are {', '.join(names)}" if names else "none runs here; ipcluster start makes one"
+    return f"running: {', '.join(names)}" if names else "no cluster runs here; ipcluster start starts one"
 
 
 def all_there() -> Sequence[Found]:

@@ -48,7 +48,8 @@ class NearEnd:
         registered = [engine for engine in engines if engine in self._client.ids]
         if not registered:
             raise GroupError(
-                f"engine {', '.join(map(str, engines))} of that cluster is gone, and with it the way there"
+                f"engine {', '.join(map(str, engines))} of that cluster has ended, and with it the connection to "
+                "its host"
             )
         fault = GroupError("")
         for engine in registered:
@@ -103,13 +104,13 @@ class NearEnd:
             if self._link.fault:
                 raise GroupError(self._link.fault)
             if self._engine not in self._client.ids:
-                raise GroupError(f"engine {self._engine} of that cluster, which was the way there, has ended")
+                raise GroupError(f"engine {self._engine} of that cluster, which connected its host, has ended")
             if silent == 1:
                 controller_answer = None
             if silent > LOST_BEATS // 2 and controller_answer is None:
                 controller_answer = ipp_private.asked_again(self._client)
             if silent > LOST_BEATS and controller_answer is not None and not controller_answer.done():
-                raise GroupError("the controller of that cluster does not answer any more")
+                raise GroupError("the controller of that cluster has stopped answering")
             if silent > BUSY_BEATS:
                 raise GroupError(f"engine {self._engine} of that cluster has not answered for {BUSY_BEATS} s")
         self._link.drain(ANSWER_SECONDS)

@@ -218,7 +218,7 @@ def _change_directory(directory: str) -> str:
         with contextlib.suppress(OSError):
             os.chdir(os.path.expanduser("~"))
         if isinstance(error, FileNotFoundError):
-            return f"{directory} is not there"
+            return f"{directory} does not exist"
         return f"{directory} cannot be entered ({error.strerror})"
     return ""
 

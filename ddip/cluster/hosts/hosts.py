@@ -57,7 +57,7 @@ class Hosts:
         """
         faults, remote = [], self.remote
         for count, host in enumerate(remote):
-            progress(f"ddip: {count} of {len(remote)} hosts are reached")
+            progress(f"ddip: {count} of {len(remote)} hosts reached")
             faults += self._wait_for_host(host, deadline)
         if faults:
             raise GroupError("\n".join(faults))
@@ -80,7 +80,7 @@ class Hosts:
         """
         if self.reach.directory is None or not host.missing:
             return ""
-        return f"{host.missing}; make that folder there, or name another with --cd"
+        return f"{host.missing}; create it there, or choose another folder with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
         """Reconnect to the lost host `number`, or connect to another host in its place.
@@ -178,8 +178,8 @@ def compare(ours: Facts, theirs: Facts) -> str:
         return f"it has ddip {theirs['ddip']}, the notebook {ours['ddip']}; install the same ddip on both"
     if theirs["python"].split(".")[:2] != ours["python"].split(".")[:2]:
         return (
-            f"it has Python {theirs['python']}, the notebook {ours['python']}: what travels between them is pickled by "
-            "one and read by the other; name the same Python with --python"
+            f"it has Python {theirs['python']}, the notebook {ours['python']}: one unpickles what the other has "
+            "pickled; choose the same Python version with --python"
         )
     return ""
 

@@ -65,7 +65,7 @@ class RemoteHost:
                 start_new_session=True,
             )
         except FileNotFoundError:
-            raise GroupError(f"{name}: there is no {command[0]} here: it is not on the PATH") from None
+            raise GroupError(f"{name}: {command[0]} is not on the PATH of the notebook") from None
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to_agent = Sender(Connection(os.dup(self._process.stdin.fileno()), readable=False), f"ddip-host-{name}")
         self._from_agent = Connection(os.dup(self._process.stdout.fileno()), writable=False)
@@ -214,7 +214,7 @@ class RemoteHost:
                     self._send(beat=now)
                 if not self._link.is_lost():
                     continue
-                self._said += f"\nnothing has come from {self.name} for {links.LOST_SECONDS:g} s".encode()
+                self._said += f"\n{self.name} has sent nothing for {links.LOST_SECONDS:g} s".encode()
                 self._process.kill()
 
     def _skip_noise(self) -> bool:

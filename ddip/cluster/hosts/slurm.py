@@ -73,7 +73,7 @@ def parse(typed: str) -> dict[str, str]:
     for word in words:
         name, _, value = word.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            raise BadInput(f"--slurm {typed!r}: {word!r} is no option of sbatch; type name=value, {EXAMPLE}")
+            raise BadInput(f"--slurm {typed!r}: {word!r} is not an option of sbatch; type name=value, {EXAMPLE}")
         if name in TAKEN:
             raise BadInput(f"--slurm {typed!r}: leave out {name}; ddip starts the ranks itself, one agent on each node")
         found[WORDS.get(name, name)] = value
@@ -123,7 +123,7 @@ def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP)
         keeper.stdin.flush()
         answer = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
         if "error" in answer:
-            raise GroupError(f"--slurm {typed!r}: sbatch has not taken the job: {answer['error']}")
+            raise GroupError(f"--slurm {typed!r}: sbatch rejected the job: {answer['error']}")
         job = int(answer["job"])
         _keepers[job], _holds[job] = keeper, 1
         _wait_until_running(job, progress)
@@ -140,7 +140,7 @@ def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP)
 def _ensure_slurm() -> None:
     if shutil.which("sbatch") is None or shutil.which("srun") is None:
         raise GroupError(
-            "there is no Slurm here: sbatch and srun are not on the PATH; --hosts h1,h2 takes hosts by ssh"
+            "there is no Slurm here: sbatch and srun are not on the PATH; --hosts h1,h2 reaches hosts over ssh"
         )
 
 
@@ -157,7 +157,7 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
         if state == "RUNNING":
             return
         if state not in ("PENDING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
-            raise GroupError(f"job {job} has ended before it ran ({state.lower() or 'it is in no queue any more'})")
+            raise GroupError(f"job {job} ended before it ran ({state.lower() or 'it has left the queue'})")
         progress(f"ddip: job {job} is {state.lower()}{f' ({why})' if why not in ('', 'None') else ''}; stop cancels it")
         time.sleep(POLL_SECONDS)
 

@@ -113,7 +113,7 @@ def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
     try:
         host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in sorted(ports(info))})
     except (HostLost, RuntimeError) as error:
-        raise GroupError(f"{host.name}: the controller's sockets cannot be had there: {error}") from None
+        raise GroupError(f"{host.name}: the controller's sockets cannot be created there: {error}") from None
     return {**info, "interface": f"ipc://{remote_path}"}
 
 

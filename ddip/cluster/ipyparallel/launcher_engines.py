@@ -81,7 +81,7 @@ def _read_answer(keeper: subprocess.Popen[bytes], launcher: str) -> dict[str, st
         return {}
     answer: dict[str, str] = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
     if "error" in answer:
-        raise GroupError(f"--engines {launcher}: they have not started: {answer['error']}")
+        raise GroupError(f"--engines {launcher}: the engines did not start: {answer['error']}")
     return answer
 
 
@@ -92,7 +92,7 @@ def _wait_for_engines(
     client = attached.connect(file)
     try:
         while len(client.ids) < count:
-            progress(f"ddip: {len(client.ids)} of {count} engines of {launcher} are there; stop ends them")
+            progress(f"ddip: {len(client.ids)} of {count} engines of {launcher} are up; stop ends them")
             _read_answer(keeper, launcher)
             time.sleep(0)
     finally:

@@ -219,7 +219,7 @@ class RemoteEngineLauncher(EngineLauncher):
         try:
             await self._follow_child(self._child, lambda pid, number: self.host.begin(on_host.send_signal, pid, number))
         except CannotFork as error:
-            raise GroupError(f"{self.host.name}: no rank can be there: {error}") from None
+            raise GroupError(f"{self.host.name}: no rank can start there: {error}") from None
 
     def mark_log(self) -> None:
         """Leave everything logged until now out of the engine's output, since a new cell is sent to it."""

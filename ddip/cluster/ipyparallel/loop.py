@@ -63,8 +63,8 @@ async def without_exit(work: Coroutine[Any, Any, T]) -> T:
     except SystemExit:
         where = os.environ.get("IPYTHONDIR") or "~/.ipython"
         raise GroupError(
-            f"IPython cannot use its profile, and the log of this kernel tells why; is there space in {where}, and may "
-            "you write there?"
+            "IPython cannot use its profile (see the log of this kernel); check free space and write permission in "
+            f"{where}"
         ) from None
 
 

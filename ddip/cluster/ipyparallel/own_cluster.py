@@ -80,7 +80,7 @@ class OwnCluster(OnHosts, Channels):
             self.run_folder = ownership.make_run_folder()
         except OSError as error:
             raise GroupError(
-                f"there is no place for the sockets of the group, which must be in a folder that only you can enter "
+                f"cannot create a folder for the group's sockets that only you can enter "
                 f"({error}); set TMPDIR to a folder of yours with a short path"
             ) from None
         self._profile = self._name = ""
@@ -186,7 +186,7 @@ class OwnCluster(OnHosts, Channels):
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(
                 f"no new process can reach the group: the folder of its sockets, {self.run_folder}, has been emptied; "
-                "the ranks that live can be used as before; %makedip -r restarts the group"
+                "the running ranks remain usable; %makedip -r restarts the group"
             )
         engines = list(range(self._engines_started, self._engines_started + len(specs)))
         self._engines_started += len(specs)

@@ -91,7 +91,7 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
     if name == "SIGKILL":
         figures = f"{_gigabytes(now.available)} of {_gigabytes(now.total)} GB are free now"
         if held is not None:
-            figures = f"it was last seen to hold {_gigabytes(held)} GB; {figures}"
+            figures = f"its last known memory use was {_gigabytes(held)} GB; {figures}"
         if now.kills > before.kills:
             return f"the OOM killer ended it, or another process ({figures})"
         short = now.available < now.total / 10 or (held is not None and held > now.total / 2)

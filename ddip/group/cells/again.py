@@ -15,7 +15,10 @@ def show_again(cell: Cell, comms: Comms | None) -> None:
     """Show the recorded output of `cell` and its error; if it still runs, also its output from now on."""
     left_out = cell.recording.left_out
     if left_out:
-        notify(f"the first {left_out} outputs of {cell.text} are not kept any more: DipMagics.keep_output_bytes")
+        notify(
+            f"the first {left_out} outputs of {cell.text} have been discarded; DipMagics.keep_output_bytes sets "
+            "the limit"
+        )
     output = cell.output
     if output is not None and not cell.done.done():
         begins = f"{cell.text} {'waits for' if cell.state == 'queued' else 'runs on'} {ranks_text(cell.ranks)}"

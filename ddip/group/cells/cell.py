@@ -188,7 +188,7 @@ class Cell:
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait as `wait` does, but do not raise the cell's error."""
-        text = f"waiting was interrupted; {self.text} goes on: {ADVICE.format(number=self.number)}"
+        text = f"waiting was interrupted; {self.text} continues: {ADVICE.format(number=self.number)}"
         with stopping.button(text) as button:
             button.wait_for([self.done], math.inf if seconds is None else seconds)
             if self.done.done():

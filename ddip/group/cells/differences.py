@@ -50,7 +50,7 @@ TODO = {
     "module": "%dipsync {name}; statistics of BatchNorm: SyncBatchNorm, or rank 0's",
     "subset": "give random_split a generator with the same seed on all ranks",
     "sampler": "the same seed and epoch on all ranks",
-    "generator": "torch.manual_seed(...) on all ranks, or leave it, if it is meant",
+    "generator": "torch.manual_seed(...) on all ranks, or ignore this if intended",
 }
 """Advice for a differing object of each role; `SYNC` for all others."""
 

@@ -16,9 +16,9 @@ def checked(typed: str) -> Path:
     path = Path(typed).expanduser().absolute()
     if path.is_dir() or typed.endswith(os.sep):
         example = Path(typed) / "train"
-        raise BadInput(f"--log {typed}: this is a folder; type how the files' names begin, such as --log {example}")
+        raise BadInput(f"--log {typed}: this is a folder; type the start of the file names, such as --log {example}")
     if not path.parent.is_dir():
-        raise BadInput(f"--log {typed}: there is no folder {path.parent}; make it, or type another one")
+        raise BadInput(f"--log {typed}: there is no folder {path.parent}; create it, or type another one")
     if not os.access(path.parent, os.W_OK):
-        raise BadInput(f"--log {typed}: nothing can be written in {path.parent}; type another folder")
+        raise BadInput(f"--log {typed}: cannot write to {path.parent}; type another folder")
     return path

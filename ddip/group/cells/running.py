@@ -53,8 +53,8 @@ Places = Mapping[int, StackLocation | None]
 MEANING = {"rank": "the rank's number", "world_size": "the number of ranks"}
 """Meaning of each built-in variable that a cell may overwrite by mistake."""
 THREAD = (
-    "a thread still trains on {ranks}, so ddip has changed no model and no gradient after {cell}; if its own code "
-    "trained as well, clear its gradients"
+    "a thread is still training on {ranks}, so ddip has not reset models and gradients after {cell}; if that cell's "
+    "own code also trained, clear its gradients"
 )
 BACK = "import torch.distributed as dist; {name} = dist.get_{name}()"
 
@@ -70,7 +70,9 @@ class Notices:
         """Report that `ranks` keep running, at these `places`, after the `error` of others."""
         headline = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
         hint = f"{self._stop} ends the cell and keeps all variables"
-        self._show(f"{headline}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} ran on for a while after that")
+        self._show(
+            f"{headline}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} continued for a while after that"
+        )
 
     def report_stall(self, seconds: float, places: Places, stopped: str) -> None:
         """Report that no rank has made progress for `seconds`; `stopped` names processes stopped by a signal."""
@@ -97,13 +99,16 @@ def tell_unchecked(ending: str, reports: Mapping[int, CellReport | None]) -> Non
             continue
         if "fault" in report:
             fault = report["fault"]
-            notify(f"rank {rank} cannot tell how its group is, which is rebuilt before the next cell: {fault}")
+            notify(f"rank {rank} cannot check its process group ({fault}); the group is rebuilt before the next cell")
         if ending != "good" and report.get("iteration", {}).get("in_thread"):
             threads.append(rank)
         for error in report.get("unchecked", []):
             failed.setdefault(error, []).append(rank)
     for error, ranks in failed.items():
-        notify(f"ddip could not check what this cell has left on {ranks_text(ranks)} ({error}); %dipcheck compares")
+        notify(
+            f"ddip could not check the state of {ranks_text(ranks)} after this cell ({error}); %dipcheck compares the "
+            "ranks"
+        )
     if threads:
         notify(THREAD.format(ranks=ranks_text(threads), cell=_cell_text(ending)))
 
@@ -354,7 +359,7 @@ class RunningCell:
                     error.args = (self._with_places(str(error), stuck),)
                 return error
             case "good" if self._is_stop_queued():
-                return CellInterrupted("the cell had ended when it was interrupted", {})
+                return CellInterrupted("the cell had already ended when it was interrupted", {})
         return None
 
     def _is_stop_queued(self) -> bool:

@@ -25,4 +25,4 @@ def tell_interfaces() -> None:
     for name in INTERFACE_VARIABLES:
         theirs = os.environ.get(name) or ours
         if theirs != ours:
-            notify(f"{name}={theirs} is not used: the ranks are on one host, and talk over {ours}")
+            notify(f"{name}={theirs} is ignored: the ranks are on one host and communicate over {ours}")

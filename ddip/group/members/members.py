@@ -169,7 +169,7 @@ class Members:
 
     def _lost_gpus_text(self) -> str:
         texts = [f"rank {rank} has lost its GPU ({why})" for rank, why in sorted(self.gpu_lost.items())]
-        return f"{'; '.join(texts)}; %dipull still gets what it has on the CPU, and {REPAIR}"
+        return f"{'; '.join(texts)}; %dipull can still copy its CPU variables, and {REPAIR}"
 
     def ensure_no_gpu_lost(self) -> None:
         """Raise GroupError if a rank has lost its GPU."""

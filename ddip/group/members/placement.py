@@ -171,7 +171,7 @@ def parse_gpus(words: Sequence[str], available: int, host: str = "") -> list[int
         return list(range(available))
     for item in items:
         if not item.isdecimal():
-            raise BadInput(f"{typed}: {item!r} is no GPU; type numbers, such as -g 0,1, or -g all")
+            raise BadInput(f"{typed}: {item!r} is not a GPU; type numbers, such as -g 0,1, or -g all")
         if int(item) >= available:
             raise BadInput(f"{typed}: there is no GPU {int(item)}; {range_text}")
     if not items:
@@ -189,12 +189,12 @@ def check_ranks(ranks: object, world_size: int, what: str) -> list[int]:
     typed = f"{what}={values!r}"
     for rank in values:
         if isinstance(rank, bool) or not hasattr(rank, "__index__"):
-            raise BadInput(f"{typed}: {rank!r} is no rank; {range_text}")
+            raise BadInput(f"{typed}: {rank!r} is not a rank; {range_text}")
         number = operator.index(rank)
         if not 0 <= number <= last:
             raise BadInput(f"{typed}: there is no rank {number}; {range_text}")
         if number in checked:
-            raise BadInput(f"{typed}: rank {number} is there twice")
+            raise BadInput(f"{typed}: rank {number} is listed twice")
         checked.append(number)
     return checked
 
@@ -205,18 +205,18 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     for item in filter(None, typed.split(",")):
         name, colon, count = item.rpartition(":")
         if colon and not count.isdecimal() and re.fullmatch(r"[\w.@-]+", name):
-            raise BadInput(f"--hosts {typed}: {item!r}: after the colon comes the number of ranks, such as {name}:4")
+            raise BadInput(f"--hosts {typed}: {item!r}: type the number of ranks after the colon, such as {name}:4")
         if not colon or not count.isdecimal():
             name, count = item, ""
         if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or (count and not int(count)):
             raise BadInput(
-                f"--hosts {typed}: {item!r} is no host; type names as ssh knows them, such as --hosts h1:4,h2:4"
+                f"--hosts {typed}: {item!r} is not a host; type names as ssh knows them, such as --hosts h1:4,h2:4"
             )
         hosts.append(HostRequest(name, int(count) if count else None))
     names = [host.name for host in hosts]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise BadInput(f"--hosts {typed}: {twice[0]} is there twice; type it once, with the number of all its ranks")
+        raise BadInput(f"--hosts {typed}: {twice[0]} is listed twice; type it once, with the total number of its ranks")
     if not hosts:
         raise BadInput(f"--hosts {typed}: type names as ssh knows them, such as --hosts h1:4,h2:4")
     return tuple(hosts)
@@ -238,16 +238,18 @@ def resolve(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = Fals
     backend = request.backend
     if False in on_gpus:
         if backend is not None and has_nccl(backend):
-            raise BadInput(f"-b {backend}: nccl needs GPUs; leave out -b, and ranks on the CPU use gloo")
+            raise BadInput(f"-b {backend}: nccl needs GPUs; leave out -b to use gloo on the CPU")
         return GroupSpec(gpus, backend or "gloo", on=on)
     if any(len(set(on_host)) < len(on_host) for on_host in placed):
         if backend is not None and has_nccl(backend) and not nccl_shares:
             raise BadInput(
-                f"-b {backend}: two ranks share a GPU, which nccl does only with {SHARES}=1 in the environment of the "
-                "notebook (NCCL 2.30 and later; for tests, it is slow); leave out -b, and they use gloo"
+                f"-b {backend}: two ranks share a GPU, which nccl supports only with {SHARES}=1 in the environment of "
+                "the notebook (NCCL 2.30 and later; slow, for tests); leave out -b to use gloo"
             )
         if backend is None:
-            return GroupSpec(gpus, "gloo", "two ranks share a GPU, which nccl does not do: the backend is gloo", on)
+            return GroupSpec(
+                gpus, "gloo", "two ranks share a GPU, which nccl does not support: the backend is gloo", on
+            )
     return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl", on=on)
 
 
@@ -260,7 +262,7 @@ def _place_on_host(request: Request, count: int | None, host: HostHas) -> tuple[
             if asked is not None and asked != len(chosen):
                 raise BadInput(
                     f"{option} and -g with {len(chosen)} GPUs: leave out {'-n' if asked is n else 'the number'}, "
-                    "there is one rank on each GPU of -g"
+                    "-g starts one rank on each of its GPUs"
                 )
         return chosen
     if n is not None and count is not None and n != count:

@@ -54,7 +54,7 @@ class Place:
         notice = (
             f"the job has {count} GPU{'s' * (count > 1)} on {self.request.hosts[0].name}, and torch sees none there"
         )
-        return f"{notice}, so the ranks are on the CPU; is its torch built for GPUs, and does it need a --setup?"
+        return f"{notice}, so the ranks are on the CPU; install torch for GPUs there, or name a --setup if it needs one"
 
     def has(self, number: int) -> bool:
         """Return whether host `number` is still a node of its job; raise GroupError if Slurm does not answer."""
@@ -69,8 +69,8 @@ class Place:
         if not reach.slurm:
             lost = ", ".join(names[number] for number in lost_hosts)
             raise GroupError(
-                f"{lost}: lost, and not to be replaced: job {reach.jobs[0]} is not ddip's, and gets no other nodes; "
-                "%makedip -r restarts the group on the nodes that Slurm still has in it"
+                f"{lost} cannot be replaced: ddip did not submit job {reach.jobs[0]}, so the job gets no other "
+                "nodes; %makedip -r restarts the group on the nodes that the job still has"
             )
         nodes_of_job = {job: slurm.nodes(job) for job in self._jobs}
         # Slurm may take minutes to notice a loss, and could otherwise place the new job on nodes that the group uses.
@@ -151,7 +151,7 @@ def _node_names(job: int) -> list[str]:
     """Return the names of the job's nodes; raise GroupError if there are none."""
     names = slurm.nodes(job)
     if not names:
-        raise GroupError(f"job {job} of Slurm does not run, so there are no nodes to be had")
+        raise GroupError(f"Slurm job {job} is not running, so it has no nodes")
     return names
 
 
@@ -166,7 +166,7 @@ def _hosts_in_file() -> list[str]:
                 raise GroupError(f"--here: {name}={file} cannot be read ({error.strerror})") from None
             return list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
     raise GroupError(
-        "--here: this is no allocation: neither SLURM_JOB_ID nor any of " + ", ".join(HOST_FILES) + " is set; type "
+        "--here: this is not an allocation: neither SLURM_JOB_ID nor any of " + ", ".join(HOST_FILES) + " is set; type "
         '--hosts h1,h2, or --slurm "nodes=2 time=1:00:00", which submits a job'
     )
 

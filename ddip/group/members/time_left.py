@@ -60,4 +60,4 @@ def _first_to_end(jobs: Iterable[int]) -> tuple[float, int] | None:
 
 
 def _remaining_text(remaining: float, job: int) -> str:
-    return f"job {job} of Slurm ends in {timedelta(seconds=int(remaining))}"
+    return f"Slurm job {job} ends in {timedelta(seconds=int(remaining))}"

@@ -51,14 +51,16 @@ def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bo
     if old.reach.jobs:
         raise BadInput(f"--hosts {typed}: Slurm says which nodes the group is on; type %makedip --repair alone")
     if len(hosts) != len(old.hosts):
-        raise BadInput(f"--hosts {typed}: the group is on {current}; type as many, with others in place of those lost")
+        raise BadInput(
+            f"--hosts {typed}: the group is on {current}; type as many hosts, with new ones in place of the lost ones"
+        )
     replaced = [number for number, host in enumerate(hosts) if host.name != old.hosts[number].name]
     for number, host in enumerate(hosts):
         former = old.hosts[number]
         if number in replaced and not lost[number]:
-            raise BadInput(f"--hosts {typed}: {former.name} is not lost, and keeps its place")
+            raise BadInput(f"--hosts {typed}: {former.name} is not lost; a repair replaces lost hosts only")
         if host.count is not None and host.count != former.count:
-            raise BadInput(f"--hosts {typed}: a repair does not change how many ranks there are; type {former}")
+            raise BadInput(f"--hosts {typed}: a repair does not change the number of ranks; type {former}")
     return replaced
 
 
@@ -67,7 +69,7 @@ def folders_notice(hosts: Sequence[Host]) -> str:
     names: dict[str, list[str]] = {}
     for host in hosts:
         if host.missing:
-            where = f"{host.missing}, ranks begin in {host.facts['directory']}"
+            where = f"{host.missing}, ranks start in {host.facts['directory']}"
             names.setdefault(where, []).append(host.name)
     folders = "; ".join(f"{', '.join(listed)}: {where}" for where, listed in names.items())
     return f"{folders}; --cd FOLDER names another" if folders else ""

@@ -21,13 +21,13 @@ def ask(ranks: Ranks, name: str) -> ShardsTable:
     if lack:
         kind = "part" if "." in name else "variable"
         raise BadInput(
-            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {kind} {name}; make the "
-            "model in a %%dip cell first"
+            f"%dipshards {name}: {ranks_text(lack)} {'has' if len(lack) == 1 else 'have'} no {kind} {name}; create "
+            "the model in a %%dip cell first"
         )
     others = [rank for rank, report in enumerate(reports) if report["tensors"] is None]
     if others:
         raise BadInput(
-            f"%dipshards {name}: on {ranks_text(others)} it is no module but of type {reports[others[0]]['kind']}; "
+            f"%dipshards {name}: it is of type {reports[others[0]]['kind']} on {ranks_text(others)}, not a module; "
             "type the name of a model, a torch.nn.Module"
         )
     return ShardsTable(name, reports)

@@ -78,7 +78,7 @@ class ModulesPushed:
     def __str__(self) -> str:
         names = ", ".join(self.names)
         if not self.hosts:
-            return f"the ranks are beside the notebook, and import {names} where it does; nothing was sent"
+            return f"the ranks are on the notebook's host and import {names} from the same files; nothing was sent"
         if not self.sent:
             return f"{', '.join(self.hosts)} had {names} already, unchanged"
         return f"pushed {names}: {size_text(self.size)} to {', '.join(self.sent)}"
@@ -98,9 +98,10 @@ class ModulesPushed:
         if text == on_rank.IMPORTED:
             advice = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
             return (
-                f"{name} {text} on {who}, and stays as it was there: {advice}, or turn %autoreload 2 on before the push"
+                f"{name} {text} on {who}, which keeps the old version: {advice}, or turn %autoreload 2 on before the "
+                "push"
             )
-        return f"{name} could not be loaded again on {who}, and stays as it was there: {text}"
+        return f"{name} could not be reloaded on {who}, which keeps the old version: {text}"
 
 
 # -- in the notebook
@@ -137,7 +138,7 @@ def _own_path(name: str) -> Path:
         raise BadInput(f"{MAGIC} {name}: that is the notebook; %dipush copies its variables, functions and classes")
     place = _path_of(name)
     if _is_installed(name, place):
-        raise BadInput(f"{MAGIC} {name}: {name} is not a module of your own, but installed; {INSTALL}")
+        raise BadInput(f"{MAGIC} {name}: {name} is an installed module, not your own; {INSTALL}")
     return place
 
 
@@ -151,7 +152,9 @@ def _path_of(name: str) -> Path:
         raise BadInput(f"{MAGIC} {name}: the notebook finds no module {name}, neither in its folder nor on sys.path")
     folders = [*(spec.submodule_search_locations or [])]
     if len(folders) > 1:
-        raise BadInput(f"{MAGIC} {name}: {name} is in several folders, {', '.join(folders)}; bring it together in one")
+        raise BadInput(
+            f"{MAGIC} {name}: {name} is in several folders, {', '.join(folders)}; put all files into one folder"
+        )
     place = Path(folders[0] if folders else spec.origin or "")
     if not folders and (spec.origin in ("built-in", "frozen") or not spec.has_location):
         raise BadInput(f"{MAGIC} {name}: {name} is a part of Python, which every host has")
@@ -193,7 +196,7 @@ def _walk_files(name: str, root: Path) -> Iterator[Path]:
             if LEFT_OUT.fullmatch(entry):
                 continue
             if path.is_symlink() and not path.exists():
-                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.readlink()}, which is not there")
+                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.readlink()}, which does not exist")
             if path.is_symlink() and (path.is_dir() or not path.resolve().is_relative_to(root)):
                 raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.resolve()}; put what it needs into {root}")
             if entry.endswith(COMPILED):
@@ -220,7 +223,7 @@ def hint(text: str, ranks: Ranks) -> str:
         with contextlib.suppress(BadInput):
             _own_path(name)
             own.append(name)
-    return f"{MAGIC} {','.join(own)} sends what is the notebook's own" if own else ""
+    return f"{MAGIC} {','.join(own)} sends the notebook's own" if own else ""
 
 
 # -- on other hosts

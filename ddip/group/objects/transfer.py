@@ -25,7 +25,7 @@ from ddip.protocol.reports import Packed
 
 DDP = "DistributedDataParallel"
 FSDP = (
-    "{name} is a model of FSDP, which lives on ranks only: gather its state dict in a %%dip cell, `state = "
+    "{name} is an FSDP model, which lives on ranks only: gather its state dict in a %%dip cell, `state = "
     "get_model_state_dict({name}, options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, both of "
     "torch.distributed.checkpoint.state_dict, then %dipull state"
 )
@@ -94,7 +94,7 @@ def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: R
             raise
         raise TransferError(f"{error}; {hint}") from None
     for own in packed.own:
-        notify(f"{own}: on each rank that is ddip's variable, and the notebook's was not pushed")
+        notify(f"{own}: ddip sets it on each rank, so the notebook's value was not pushed")
     notify_shares(packed.shares, "pushed")
     return Transferred(sum(pickled.size for pickled in packed.pickled.values()), packed.moved, packed.along)
 

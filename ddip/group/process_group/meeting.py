@@ -107,7 +107,7 @@ class Meetings:
             if why:
                 names = [self._host_at(which).name or "this machine" for which in (number, meeting.hosts[0])]
                 raise GroupError(
-                    f"{names[0]}, {own.address}, does not reach {names[1]}, {first.address}, at port {port}, where the "
+                    f"{names[0]}, {own.address}, cannot reach {names[1]}, {first.address}, at port {port}, where the "
                     f"ranks meet ({why}): the hosts of a group must reach each other at all ports from 1024 on; open "
                     "the firewall between them, or name another network with GLOO_SOCKET_IFNAME in the notebook"
                 )

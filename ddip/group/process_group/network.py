@@ -57,5 +57,5 @@ def _find_route(host: Host, to: str) -> Network:
     except (HostLost, concurrent.futures.TimeoutError) as error:
         raise GroupError(str(error)) from None
     if not address or not _is_usable(address):
-        raise GroupError(f"{name} has no way to {to}, the address of another host of the group")
+        raise GroupError(f"{name} has no route to {to}, the address of another host of the group")
     return Network(address, interface)

@@ -37,8 +37,8 @@ log = logging.getLogger("ddip")
 
 OUT_OF_STEP = """\
 the ranks have begun different numbers of collectives in {uneven}{where}
-pending collectives are dropped, and the group is rebuilt before the next cell; if you mean it, %%dip --unmatched \
-leaves the group as it is"""
+pending collectives are dropped, and the group is rebuilt before the next cell; if intended, %%dip --unmatched keeps \
+the group"""
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
 GROUPS_EACH = 1_000_000

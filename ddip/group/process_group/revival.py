@@ -105,7 +105,7 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
     for rank, answer in failures.items():
         for what, error in answer:
             if error:
-                notify(f"rank {rank} could not take {what} from rank {kept[0]}: {error}")
+                notify(f"rank {rank} could not copy {what} from rank {kept[0]}: {error}")
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what}: different on {ranks_text(kept)}, and not set on {ranks_text(new)}")

@@ -130,7 +130,7 @@ class Profiling:
             try:
                 self._fetch_trace(rank, good[rank]["size"])
             except (OSError, RequestFailed) as error:
-                faults[rank] = f"its trace did not come: {error}"
+                faults[rank] = f"its trace did not arrive: {error}"
                 del good[rank]
         return good, dict(sorted({**missing, **faults}.items()))
 
@@ -167,7 +167,7 @@ class Profiling:
         try:
             traces.merge({rank: self._trace_path(rank) for rank in reports}, offsets, begin, merged)
         except (OSError, ValueError) as error:
-            notify(f"the traces could not be put together in {merged}: {error}")
+            notify(f"the traces could not be merged into {merged}: {error}")
             return None
         return merged
 

@@ -36,7 +36,7 @@ SECONDS = 5.0
 """Default limit of the time that a rank may take to pickle, and to send a part of a large object."""
 WHERE_SECONDS = 1.0
 """Time that a rank that was too slow may take to report its location."""
-INSIDE = "inside {inside} meanwhile: a tensor that this writes to may have arrived half written"
+INSIDE = "inside {inside} meanwhile: a tensor that it writes to may be half-written"
 PART = 1 << 22
 """Most bytes to send in one message; other answers wait behind it."""
 _numbers = itertools.count(1)
@@ -138,7 +138,7 @@ class _Peek:
         names = ", ".join(self._names)
         place = self._ranks.place_from_outside(rank) if pickling_at is None else StackLocation(**pickling_at)
         if place is None:
-            return "it does not even take a signal"
+            return "it does not respond to signals"
         if place.state == "finished":
             return "it was about to"
         if place == StackLocation():
@@ -150,8 +150,8 @@ class _Peek:
         if reply["missing"] and reply["busy"]:
             lack = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
             raise TransferError(
-                f"nothing was pulled: {lack}; it has one as soon as its cell has assigned it, unless that is a local "
-                "variable of a function"
+                f"nothing was pulled: {lack}; it is available once the cell has assigned it, unless it is local to a "
+                "function"
             )
 
     def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:

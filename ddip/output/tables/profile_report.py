@@ -172,7 +172,7 @@ def _slowest_rank(profile: Profile) -> list[str]:
         return ["no rank kept the others waiting"] if profile.collectives else []
     second = max((seconds for rank, seconds in profile.waited_for.items() if rank != slowest), default=0.0)
     if second > MUCH * waited:
-        return [f"no rank is slow all along: they waited for each other, up to {_seconds_text(waited)}"]
+        return [f"no rank is consistently slow: the ranks waited for each other, up to {_seconds_text(waited)}"]
     others = [rank for rank in profile.ranks if rank != slowest]
     who = f"rank {others[0]} waited" if len(others) == 1 else "the others waited up to"
     return [f"slowest: rank {slowest}; {who} {_seconds_text(waited)} for it{_more_than_others(profile.ranks, slowest)}"]
@@ -203,7 +203,7 @@ def _slowest_collective(profile: Profile) -> list[str]:
         return []
     waited = ""
     if slowest.waiting > 0.1 * slowest.seconds:
-        who = "ranks that never came" if slowest.last is None else f"rank {slowest.last}"
+        who = "ranks that never joined it" if slowest.last is None else f"rank {slowest.last}"
         waited = f", {_seconds_text(slowest.waiting)} of that waiting for {who}"
     return [f"slowest collective: {slowest}: {_seconds_text(slowest.seconds)}{waited}"]
 

@@ -42,7 +42,7 @@ def way_out(stuck: Sequence[int]) -> str:
     those = "that rank" if len(stuck) == 1 else "those ranks"
     return (
         f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
-        f"it puts new processes in place of {those}, and the others keep their variables"
+        f"it replaces the processes of {those}; the others keep their variables"
     )
 
 
@@ -51,8 +51,8 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
     ranks, good = ([rank for rank, was in sorted(cut_off.items()) if was is which] for which in (True, False))
     from_where = f"from {ranks_text(good[:1])}, or from a checkpoint" if good else "from a checkpoint"
     return (
-        f"{ranks_text(ranks)}: work on the GPU was cut off, and what it was to compute may be wrong (parameters, the "
-        f"state of an optimizer); copy it {from_where}, before you go on"
+        f"{ranks_text(ranks)}: GPU work was cut off, and its results may be wrong (parameters, optimizer state); copy "
+        f"them {from_where}, before you continue"
     )
 
 

@@ -54,7 +54,7 @@ ZERO = (
     "it holds a ZeroRedundancyOptimizer, whose state is divided among the ranks; in a %%dip cell, "
     "`optimizer.consolidate_state_dict(0)`, then on rank 0 `state = optimizer.state_dict()`"
 )
-MESH = "it holds a DeviceMesh, which is of its rank's own groups: make one on each rank, with init_device_mesh"
+MESH = "it holds a DeviceMesh, which belongs to the groups of its rank: create one on each rank, with init_device_mesh"
 
 find_parts: Callable[[], Collection[int]] = tuple
 """Function that returns the ``_cdata`` of plain storages that hold only one rank's part; each rank replaces it."""

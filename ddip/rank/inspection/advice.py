@@ -72,7 +72,7 @@ def _optimizer_advice(walk: Walk) -> Iterator[Advice]:
         orphaned = [p for p in parameters if id(p) not in owned]
         if orphaned:
             what = f"{len(orphaned)} of its {len(parameters)} parameters belong to no model in the variables"
-            yield {"path": path, "what": what, "todo": "make the optimizer again, from the model's parameters"}
+            yield {"path": path, "what": what, "todo": "recreate the optimizer from the model's parameters"}
     for path in walk.modules:
         trained = [(name, p) for name, p in walk.objects[path].named_parameters() if p.requires_grad]
         missing = [name for name, p in trained if id(p) not in optimized]
@@ -99,7 +99,7 @@ def _sampler_advice(walk: Walk) -> Iterator[Advice]:
         if role == "sampler" and isinstance(sampler, DistributedSampler) and sampler.shuffle:
             epochs = _epochs.get(sampler, [])
             if len(epochs) > 1 and len(set(epochs)) == 1:
-                what = f"has shuffled {len(epochs)} epochs alike: set_epoch was never called"
+                what = f"has shuffled {len(epochs)} epochs in the same order: set_epoch was never called"
                 yield {"path": path, "what": what, "todo": f"{path}.set_epoch(epoch) before each epoch"}
 
 

@@ -172,7 +172,7 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
         base, _, fact = path.partition("#")
         held_by = next((root for root in iterators if base.startswith(f"{root}.")), "")
         if held_by:  # its position is partly on a generator's stack
-            plan.refused[held_by] = "the iterator of a loader cannot be set: make it again on all ranks"
+            plan.refused[held_by] = "the iterator of a loader cannot be copied: recreate it on all ranks"
             continue
         value = walk.objects.get(base)
         if isinstance(value, torch.Tensor) and common.has(base):

@@ -122,7 +122,7 @@ def _explain_name_error(call: Call, error: NameError) -> None:
     """Say in `error` why the notebook did not send the missing name, if the notebook has it."""
     name = getattr(error, "name", None)
     if name in call.left:
-        what = f"name {name!r} is not defined on the ranks; the notebook has it, but did not send it unasked"
+        what = f"name {name!r} is not defined on the ranks; the notebook has it, but did not send it"
         error.args = (f"{what}: {call.left[name]}",)
 
 

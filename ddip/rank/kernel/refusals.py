@@ -25,9 +25,9 @@ NOTEBOOK_MAGICS = (
     "dipstatus",
     "dipper",
 )
-OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a cell of its own"
+OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a separate cell"
 DIP = "is not a magic: the cell runs on the ranks anyway"
-TWICE = "is there twice: leave out the second one; the cell runs on the ranks anyway"
+TWICE = "appears twice: leave out the second one; the cell runs on the ranks anyway"
 NO_DEBUGGER = (
     "there is no debugger on ranks yet; %dipstack shows where each rank is, %dipull gets its variables, and a %%dip "
     "local cell runs in the notebook, where %debug works"

@@ -139,16 +139,16 @@ class Peek:
             for self.name in pickled:
                 memory[self.name] = self._store_pickle(pickled[self.name])
             if graph.pickler.is_stale():
-                raise Changed("a tensor of it has changed size")
+                raise Changed("a tensor in it has changed size")
             if is_cell_running and graph.pickler.has_memory:
                 time.sleep(MOVE_SECONDS)
             for self.name in pickled:
                 if not self._is_unchanged(pickled[self.name], memory[self.name]) or graph.pickler.has_changed():
                     if not is_cell_running or pause.prolong():
                         raise RuntimeError(
-                            "another thread writes to a tensor of it; keep a copy of it there now and then"
+                            "another thread writes to a tensor in it; keep a copy of it there now and then"
                         )
-                    raise Changed("a tensor of it was written to while it was copied")
+                    raise Changed("a tensor in it was written to during the copy")
             sent = {*map(id, found.values()), *(id(graph.pickler.globals[name]) for name in self.along)}
             self.shares = pickling.find_shares(graph, sent, dict(namespace()))
             self.inside = "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.here()))
@@ -181,7 +181,7 @@ class Peek:
         except OSError as error:
             memory.close()
             if error.errno == errno.EFAULT:
-                raise Changed("the memory of a tensor of it was given back") from None
+                raise Changed("the memory of a tensor in it was freed") from None
             raise
         except BaseException:
             memory.close()

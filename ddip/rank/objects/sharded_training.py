@@ -28,12 +28,12 @@ FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 DEEPSPEED = "deepspeed.runtime.engine"
 BROKEN = (
     "a failed cell left this {name} in the middle of an iteration, and it could not be reset ({why}). Recreate the "
-    "model and its optimizer; ddip.dist_state brings back what it has kept of them"
+    "model and its optimizer; ddip.dist_state restores their saved state"
 )
 BROKEN_ENGINE = (
-    "a failed cell left this engine of DeepSpeed in the middle of an iteration, with parts of gradients in its "
-    "buffers. Make another with deepspeed.initialize, of a new model, and load_checkpoint if parameters and optimizer "
-    "must be what they were"
+    "a failed cell left this DeepSpeed engine in the middle of an iteration, with partial gradients in its "
+    "buffers. Create a new engine from a new model with deepspeed.initialize; load_checkpoint restores parameters "
+    "and optimizer"
 )
 
 

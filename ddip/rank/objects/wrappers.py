@@ -42,12 +42,12 @@ WRAPPERS = {
 """Wrapper classes that keep the group they were created in, by defining module; the last one is for torch 2.4."""
 LOST = (
     "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Wrap its "
-    "module again, such as model = DDP(model.module); the parameters are unchanged"
+    "module again, as in model = DDP(model.module); the parameters are unchanged"
 )
 LOST_SHARDS = (
     "this {name} was made in a process group that has been destroyed: the ranks have formed another since. Its "
-    "parameters are divided among the ranks, which may have left them at different steps: make the model again; "
-    "ddip.dist_state brings parameters and optimizer back"
+    "parameters are divided among the ranks, which may have left them at different steps: recreate the model; "
+    "ddip.dist_state restores parameters and optimizer"
 )
 BROKEN = (
     "a failed cell left this {name} in the middle of an iteration, and it could not be reset ({why}). Recreate it from "

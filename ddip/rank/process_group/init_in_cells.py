@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from ddip.protocol.rank_spec import backends_of
 from ddip.rank.runtime import c10d
 
-ACCEPTED = "\x1b[90mddip has formed the group already; this call of init_process_group may stay\x1b[0m"
+ACCEPTED = "\x1b[90mddip has already formed the group; this call of init_process_group may stay\x1b[0m"
 
 
 def watch(is_ours: Callable[[], bool]) -> None:

@@ -126,7 +126,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     c10d.set_groups_made(rank_spec.groups)
     _ddip_group = c10d.world()
     if _ddip_group is None or _ddip_group.size() != rank_spec.world_size:
-        raise RuntimeError("init_process_group has formed no group of all ranks; something has taken its place")
+        raise RuntimeError("init_process_group has not formed a group of all ranks; other code has replaced it")
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
     standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
     namespace().update(standing)
@@ -276,7 +276,7 @@ def leave() -> Going:
     """
     global _ddip_group, _lost
     if not c10d.wait_for_aborts(ABORT_SECONDS):
-        raise RuntimeError("the GPU still works on what was aborted: a kernel that cannot be stopped may run there")
+        raise RuntimeError("the GPU still runs aborted work, possibly a kernel that cannot be stopped")
     _ddip_group = None
     _lost = {
         "wrappers": wrappers.retire(),

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddip.rank.objects.live_objects import all_objects
 
 LOST = (
-    "{name} (its process group has been destroyed: the ranks have formed another since. Make the device mesh again, "
-    "and what is sharded over it; ddip.dist_state brings parameters back)"
+    "{name} (its process group has been destroyed: the ranks have formed another since. Recreate the device mesh and "
+    "the models sharded over it; ddip.dist_state restores parameters)"
 )
 LEFT = "left by ddip in generation"
 """Prefix of the marker in a mesh's thread ID, which torch itself sets only for a test backend."""

@@ -171,8 +171,8 @@ class _Rendezvous:
         first, first_list = json.loads(self._store.compare_set("ranks", "", own_list))
         if first_list != self._ranks:
             raise RuntimeError(
-                f"the ranks do not agree who is in the new group: rank {self._rank} has {self._ranks}, rank {first} "
-                f"has {first_list}; all ranks must make all groups, with the same lists in the same order"
+                f"the ranks disagree on the members of the new group: rank {self._rank} has {self._ranks}, rank "
+                f"{first} has {first_list}; all ranks must create all groups with the same lists in the same order"
             )
         self._meet("here")
 

@@ -51,7 +51,7 @@ MOST_ROWS = 50_000
 """Limit of collectives in a report."""
 STARTERS = ("_prepare_profiler", "_enable_profiler")
 """Functions of ``torch.autograd.profiler`` that every torch profiler calls first."""
-OTHER = "a profiler that the cell itself has started"
+OTHER = "a profiler that the cell has started"
 IN_A_THREAD = "a thread of the cell has started a profiler"
 
 _wanted = ""
@@ -90,7 +90,7 @@ class _Recording:
     def start(self) -> None:
         """Start recording; call this on the main thread, before the cell's code."""
         if torch_profiler._is_profiler_enabled:
-            self.fault = "a profiler of a former cell's is still on"
+            self.fault = "a profiler of an earlier cell is still on"
             return
         self._begun = _collectives_begun()
         self._start_part()

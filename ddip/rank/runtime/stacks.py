@@ -186,7 +186,7 @@ def _locate_cleanup() -> StackLocation:
     """Return the location of the main thread in a cleanup after a cell."""
     frames = _frames_of_thread(threading.main_thread().ident)
     inner = _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames[:1]]).inner
-    return StackLocation(inner=f"taking apart what its last cell has left, {inner}")
+    return StackLocation(inner=f"releasing objects of its last cell, {inner}")
 
 
 def place_on_gpu() -> StackLocation:

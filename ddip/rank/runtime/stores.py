@@ -252,4 +252,4 @@ def _is_listening(host: str, port: int) -> bool:
 
 def _raise_if_released(released: Callable[[], bool], what: str) -> None:
     if released():
-        raise _torch.DistStoreError(f"{what}, and was released")
+        raise _torch.DistStoreError(f"{what}, and was unblocked")

@@ -27,8 +27,8 @@ SAMPLE = 64
 """Maximum number of items that are compared to check that ranks have the same data."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ORDERS_DIFFER = (
-    "the samplers of the ranks' DataLoaders yield different items: seed their generators alike on all ranks, and use "
-    "no DistributedSampler, since the app divides the batches among the ranks"
+    "the samplers of the ranks' DataLoaders yield different items: seed their generators equally on all ranks, and do "
+    "not use DistributedSampler, since the app divides the batches among the ranks"
 )
 
 

@@ -27,8 +27,8 @@ ITEMS = 4
 TOLERANCE = 0.02
 """Relative tolerance; bfloat16 has two to three significant digits."""
 UNCLEAR = (
-    "\x1b[90mfit: whether {} is a mean or a sum over the items cannot be told, so it is taken for a mean: the ranks' "
-    'gradients are averaged. Say which it is before fit: learn.loss_func.reduction = "mean", or "sum"\x1b[0m'
+    "\x1b[90mfit: ddip cannot determine whether {} is a mean or a sum over the items. It assumes a mean, and averages "
+    'the ranks\' gradients. To choose, set before fit: learn.loss_func.reduction = "mean", or "sum"\x1b[0m'
 )
 
 
