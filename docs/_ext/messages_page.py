@@ -78,6 +78,8 @@ def _text_of(node: ast.expr, constants: dict[str, str]) -> str:
             return _text_of(left, constants) + _text_of(right, constants)
         case ast.Name(name):
             return constants.get(name, "")
+        case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join")):
+            return "{...}"
     return ""
 
 
