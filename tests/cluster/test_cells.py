@@ -88,9 +88,7 @@ def test_exit_ends_the_cell_but_not_the_rank(cells: ddip.Group, leave: str, caps
 
 
 def test_input_is_refused(cells: ddip.Group) -> None:
-    with pytest.raises(
-        ddip.CellError, match="^ranks 0, 1: StdinNotImplementedError: stdin is not available on ranks; ask with input"
-    ):
+    with pytest.raises(ddip.CellError, match=r"^ranks 0, 1: StdinNotImplementedError: .*; ask with input\("):
         cells.run("input()")
 
 

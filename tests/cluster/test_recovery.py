@@ -719,9 +719,7 @@ def test_a_rank_dying_while_gloo_connects_delays_others_briefly(cells: ddip.Grou
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
     pids = [member.pid for member in cells.members]
-    with pytest.raises(
-        ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group.*, until ddip aborted it"
-    ):
+    with pytest.raises(ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group"):
         cells.run("dist.new_group()", timeout=20)
     assert cells.repair() == [1]
     assert cells.members[0].pid == pids[0]
@@ -757,9 +755,13 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
             kept = rank
             if rank: sys.modules['toy_app'] = None
         """)
-        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"):
+        with pytest.raises(
+            GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"
+        ):
             group.change(Request(app="toy"))
-        with pytest.raises(GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"):
+        with pytest.raises(
+            GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"
+        ):
             group.run("pass")
         assert group.repair() == [1]
         group.run(f"{PROOF}\nassert prepared and (rank or kept == 0)")

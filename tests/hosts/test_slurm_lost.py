@@ -132,9 +132,7 @@ def test_a_lost_node_in_a_foreign_job_is_not_replaced(
     with ddip.Group(1, reach=Reach(here=True)) as group:
         hosts["h2"].lose_power()
         wait_until(lambda: slurm.states()["h2"] == "down", 60)
-        with pytest.raises(
-            GroupError, match=rf"^h2 cannot be replaced: ddip did not submit job {job}.*%makedip -r restarts the group"
-        ):
+        with pytest.raises(GroupError, match=rf"^h2 cannot be replaced: .*job {job},.*%makedip -r restarts"):
             group.repair()
         group.restart()
         assert sums_of_ranks(group) == [1.0]

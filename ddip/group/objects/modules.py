@@ -31,7 +31,7 @@ MOST_FILES = 2000
 MAGIC = "%dipush --modules"
 LEFT_OUT = re.compile(r"\..*|__pycache__|.*\.py[co]|.*\.egg-info")
 """Names of files and folders that do not belong to a module's source."""
-INSTALL = "install it on the hosts, in the Python that their ranks take"
+INSTALL = "install it on the hosts, in the Python of their ranks"
 MISSING = re.compile(r"No module named '(\w+)")
 COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 
