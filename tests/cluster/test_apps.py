@@ -114,7 +114,7 @@ def test_an_error_in_an_app_notification_leaves_the_group_usable(
         capsys.readouterr()
         assert app_calls(group) == [["prepare", "rejoined"]] * 2
         stderr = capsys.readouterr().err
-        assert "telling the app that the group was rebuilt failed: rank 1: OSError: no way" in stderr
+        assert "notifying the app of the rebuilt group failed: rank 1: OSError: no way" in stderr
         group.run("import torch\nx = torch.ones(1)\ndist.all_reduce(x)\nassert x.item() == 2")
         assert app_calls(group) == [["prepare", "rejoined"]] * 2
         assert capsys.readouterr().err == ""

@@ -71,7 +71,7 @@ def _sleep(seconds: float) -> bool:
 def test_a_wrong_number_or_name_is_refused_before_any_change(cluster: ForeignCluster) -> None:
     with pytest.raises(GroupError, match=r"-n 3: that cluster has 2 engines"):
         attach_group(n=3)
-    with pytest.raises(GroupError, match=r"-c their: there is no such cluster; those that run are default/theirs"):
+    with pytest.raises(GroupError, match=r"-c their: there is no such cluster; running: default/theirs"):
         ddip.Group(reach=Reach(cluster="their"))
     with attach_group(n=1) as group:
         assert group.world_size == 1

@@ -564,7 +564,7 @@ def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: 
         """)
     assert cells.sync() == ["count", "pair"]
     stderr = capsys.readouterr().err
-    assert "batches was not copied: the iterator of a loader cannot be set: make it again on all ranks" in stderr
+    assert "batches was not copied: the iterator of a loader cannot be copied: recreate it on all ranks" in stderr
     assert "row was not copied: several of its elements share memory" in stderr
     assert [row.name for row in cells.check().rows].count("batches") == 1
     with pytest.raises(BadInput, match="cuont: rank 0 has no such variable"):

@@ -200,7 +200,7 @@ def test_one_rank_dies_and_the_others_wait(four_ranks: ddip.Group, stage: str) -
     )
     assert how_to_go_on.startswith("%makedip --repair")
     assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
-    with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair puts a new process"):
+    with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair replaces its process"):
         four_ranks.run("pass")
     assert four_ranks.repair() == [0]
     prove_ranks_work(four_ranks, lost=(0,))
@@ -281,7 +281,7 @@ def test_a_rank_may_die_during_a_rebuild(four_ranks: ddip.Group) -> None:
     )
     with pytest.raises(ddip.CellError):
         four_ranks.run("if rank == 0: raise ValueError\ndist.barrier()")
-    with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair puts"):
+    with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair replaces"):
         four_ranks.run("pass")
     assert four_ranks.repair() == [1]
     prove_ranks_work(four_ranks, lost=(1,))

@@ -465,7 +465,8 @@ def test_a_training_thread_is_not_disturbed(cells: ddip.Group, capsys: pytest.Ca
     stderr = capsys.readouterr().err
     assert "iteration" not in stderr
     assert (
-        "a thread still trains on ranks 0, 1, so ddip has changed no model and no gradient after the failed" in stderr
+        "a thread is still training on ranks 0, 1, so ddip has not reset models and gradients after the failed"
+        in stderr
     )
 
 
@@ -555,7 +556,7 @@ def test_state_that_ddip_could_not_inspect_is_reported(
         raise MemoryError("planted")
         """,
     )
-    expected = f"ddip could not check what this cell has left on ranks 0, 1 ({part}: OSError: no); %dipcheck compares"
+    expected = f"ddip could not check the state of ranks 0, 1 after this cell ({part}: OSError: no); %dipcheck compares"
     assert expected in capsys.readouterr().err
     cells.run("check(net, opt, twin, its, range(3, 13))")
 

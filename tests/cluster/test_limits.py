@@ -63,7 +63,7 @@ def test_a_start_with_too_little_memory_names_the_limit() -> None:
     output = start_with_limit("resource.RLIMIT_AS, (2_500_000_000,) * 2")
     assert output.startswith("GroupError an engine ended while it started (exit code 1)")
     assert re.search(r"ImportError: \S+: failed to map|MemoryError", output)
-    assert output.endswith("a process may have 2.5 GB of address space here (ulimit -v), which may be too little")
+    assert output.endswith("a process may have 2.5 GB of address space (ulimit -v), which may be too little")
 
 
 @pytest.mark.grid

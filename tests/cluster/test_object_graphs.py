@@ -391,7 +391,7 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
     variables = main("rank, world_size = 7, 9\ndef where(): return rank, world_size")
     push_names(cells, variables, "where")
     stderr = capsys.readouterr().err
-    assert "ddip: where reads rank: on each rank that is ddip's variable, and the notebook's was not pushed\n" in stderr
+    assert "ddip: where reads rank: ddip sets it on each rank, so the notebook's value was not pushed\n" in stderr
     cells.run("told = where()")
     assert pull_from_all(cells, "told") == [(0, 2), (1, 2)]
 

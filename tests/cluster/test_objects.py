@@ -620,7 +620,9 @@ def test_only_valid_names_are_accepted() -> None:
 
 def test_modules_beside_the_notebook_need_no_push(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nopen('mine_beside.py', 'w').write('x = 1')")
-    expected = "ddip: the ranks are beside the notebook, and import mine_beside where it does; nothing was sent\n"
+    expected = (
+        "ddip: the ranks are on the notebook's host and import mine_beside from the same files; nothing was sent\n"
+    )
     assert notebook.ok("%dipush --modules mine_beside").text == expected
     assert notebook.ok("y = 2\n%dipush --modules mine_beside y").text.startswith(f"{expected}ddip: pushed y: ")
     notebook.ok("%%dip\nimport mine_beside\nassert mine_beside.x + y == 3")

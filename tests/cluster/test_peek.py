@@ -127,7 +127,7 @@ def test_an_operation_that_may_have_written_in_part_is_named(
         assert cells.peek(["rank"]) == {"rank": 0} and capsys.readouterr().err == ""
         cells.peek(["x"])
     stderr = capsys.readouterr().err
-    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that this writes to may", stderr), (
+    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that it writes to may", stderr), (
         stderr
     )
 
@@ -144,7 +144,7 @@ wait()
 done = True; thread.join()
 """
     with running_cell(cells, tmp_path, code):
-        wait_until(lambda: is_refused(cells, "x", "another thread writes to a tensor of it"))
+        wait_until(lambda: is_refused(cells, "x", "another thread writes to a tensor in it"))
 
 
 def is_refused(cells: ddip.Group, name: str, why: str) -> bool:

@@ -145,7 +145,7 @@ def test_a_profiler_of_the_cells_own_has_precedence(
     cells.run("left_on = torch.profiler.profile(); left_on.start()", ranks=[0])
     try:
         cells.run("pass", profile=str(tmp_path))
-        assert last_profile(cells, (1,)).missing == {0: "a profiler of a former cell's is still on"}
+        assert last_profile(cells, (1,)).missing == {0: "a profiler of an earlier cell is still on"}
     finally:
         cells.run("left_on.stop()", ranks=[0])
 

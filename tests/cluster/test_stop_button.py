@@ -111,7 +111,7 @@ def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_pa
     )
     cells.push({"thing": "new"})
     wait_until(has_begun(tmp_path, 1))
-    waits = lambda: "taking apart" in str(cells.stacks()[1].place)  # type: ignore[union-attr] # noqa: E731
+    waits = lambda: "releasing objects" in str(cells.stacks()[1].place)  # type: ignore[union-attr] # noqa: E731
     thread = meanwhile(waits, press_stop)
     with pytest.raises(CellInterrupted):
         cells.run("import torch.distributed as dist; dist.barrier()")

@@ -58,7 +58,7 @@ def test_an_aborted_rank_does_not_continue_past_its_gpu_wait(
     blocked = r"rank 1 was blocked in work on the GPU, cell \[\d+\] line 3, until ddip aborted it$"
     with pytest.raises(CellError, match=f"^rank 0: ValueError; {blocked}"):
         told_gpus.run("if rank == 0: raise ValueError\ntold.works = True\nproduct = torch.mm(big, big); went_on = True")
-    assert "ddip: rank 1: work on the GPU was cut off" in StderrText(capsys).text()
+    assert "ddip: rank 1: GPU work was cut off" in StderrText(capsys).text()
     told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
 
 

@@ -178,14 +178,14 @@ def test_the_view_updates_during_cells_and_ends_in_one_line(notebook: Notebook) 
     moved = notebook.ok("%dipwatch")
     (_, old, text), (kind, new, _) = view_changes(moved.messages)
     assert (old, kind) == (name, "display_data") and new != name
-    assert text == f"ddip: %dipwatch has ended: it is below cell [{moved.number}] now"
+    assert text == f"ddip: %dipwatch has ended: it moved below cell [{moved.number}]"
     assert watch_threads(notebook) == "['ddip-watch']\n"
     ended = notebook.ok("%dipwatch off")
     assert view_changes(ended.messages) == [
         ("update_display_data", new, "ddip: %dipwatch has ended: it was turned off")
     ]
     assert watch_threads(notebook) == "[]\n"
-    assert notebook.ok("%dipwatch off").stdout == "ddip: nothing is watched\n"
+    assert notebook.ok("%dipwatch off").stdout == "ddip: there is no view to end\n"
 
 
 @pytest.mark.grid

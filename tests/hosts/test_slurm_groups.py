@@ -211,7 +211,7 @@ def test_the_remaining_time_of_a_job_is_shown(
     monkeypatch.setattr(time_left, "WARN_SECONDS", (50.0,))
     with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")) as group:
         (job,) = slurm.jobs()
-        assert re.fullmatch(rf"job {job} of Slurm ends in 0:0[01]:\d\d", group.lifecycle.place.text())
+        assert re.fullmatch(rf"Slurm job {job} ends in 0:0[01]:\d\d", group.lifecycle.place.text())
         messages = ""
 
         def is_announced() -> bool:

@@ -80,9 +80,9 @@ def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Netw
         assert [info.host for info in group.info()] == ["h1", "h3"]
         _, second = sorted(three_nodes.jobs())
         assert group.repair() == [] and sorted(three_nodes.jobs()) == [first, second]
-        assert group.lifecycle.place.text().startswith(f"job {first} of Slurm ends in ")
+        assert group.lifecycle.place.text().startswith(f"Slurm job {first} ends in ")
         run_command(f"scontrol update job={second} timelimit=20")
-        assert group.lifecycle.place.text().startswith(f"job {second} of Slurm ends in ")
+        assert group.lifecycle.place.text().startswith(f"Slurm job {second} ends in ")
         assert not group.change(Request(reach=TWO_NODES))
         wait_until(lambda: three_nodes.states()["h2"] == "down", 60)
         group.restart()

@@ -172,5 +172,5 @@ def test_a_firewall_between_the_hosts_is_reported(hosts: Network) -> None:
     # Earlier steps take the same time without a firewall
     assert ended - seconds_by_step["ddip: forming a group of 2 ranks"] < 20
     assert ended - began < 45  # within the time limit of a start; about 10 s on an idle machine
-    expected = rf"h2, {h2.address}, does not reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
+    expected = rf"h2, {h2.address}, cannot reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
     assert re.search(expected, str(raised.value)) and "firewall" in str(raised.value)

@@ -106,7 +106,7 @@ def test_each_library_reports_disabled_features_once(new_group: NewGroup, capsys
     stderr = capsys.readouterr().err
     assert stderr.count("DDP wrappers must be recreated after a fault") == 1
     assert "ddip: torch 2.16 (tested: 2.15) lacks private names that ddip uses; DDP" in stderr
-    assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell costs" in stderr
+    assert "ddip: ipykernel 8.1 (tested: 7.4) lacks private names that ddip uses; each cell needs" in stderr
     group.scripted.end_engine(group.members[1].engine, -9)
     group.repair()
     assert "lacks" not in capsys.readouterr().err

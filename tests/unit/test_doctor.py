@@ -359,7 +359,7 @@ def test_names_of_several_libraries_are_one_check() -> None:
     fine = private_names.judge_names(
         "names", [names_report(), names_report(library="fastai", version="2.8.12", tested="2.8")]
     )
-    assert (fine.status, fine.found) == ("ok", "torch, fastai: all private names that ddip uses are there")
+    assert (fine.status, fine.found) == ("ok", "torch, fastai: all private names that ddip uses exist")
 
 
 @pytest.mark.parametrize(

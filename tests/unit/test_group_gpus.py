@@ -27,9 +27,9 @@ def test_ranks_with_cut_off_work_and_good_ranks_are_named(
     group = new_group(None, gpus="all", failure_grace=0.0)
     with pytest.raises(CellError, match="^rank 1: ValueError; ranks 0, 2 were blocked in work on the GPU, until"):
         group.run("0: compute\n1: raise ValueError\n2: compute")
-    expected = "ranks 0, 2: work on the GPU was cut off, and what it was to compute may be wrong"
+    expected = "ranks 0, 2: GPU work was cut off, and its results may be wrong"
     assert re.search(
-        f"{expected}.*; copy it from rank 1, or from a checkpoint, before you go on", capsys.readouterr().err
+        f"{expected}.*; copy them from rank 1, or from a checkpoint, before you continue", capsys.readouterr().err
     )
     group.run("pass")
     assert "cut off" not in capsys.readouterr().err
@@ -43,9 +43,7 @@ def test_an_ended_rank_is_not_recommended_as_a_source(new_group: NewGroup, capsy
     group = new_group(None, gpus="all", failure_grace=0.0)
     with pytest.raises(CellError, match="^rank 0: RankEnded"):
         group.run("0: die\n1: compute\n2: wait")
-    assert (
-        "rank 1: work on the GPU was cut off" in (stderr := capsys.readouterr().err) and "copy it from rank 2" in stderr
-    )
+    assert "rank 1: GPU work was cut off" in (stderr := capsys.readouterr().err) and "copy them from rank 2" in stderr
 
 
 def test_only_the_rank_with_a_lost_gpu_is_replaced(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,7 +341,7 @@ def test_a_new_rank_gets_settings_on_which_the_others_agree(
     assert taken == [{"$LR": b"3", "unchanged working directory": b"/home"}]
     assert group.carried == "LR as on rank 0"
     stderr = capsys.readouterr().err
-    assert "rank 2 could not take the working directory /x from rank 0: FileNotFoundError: no such directory" in stderr
+    assert "rank 2 could not copy the working directory /x from rank 0: FileNotFoundError: no such directory" in stderr
     assert "MINE: different on ranks 0, 1, and not set on rank 2" in stderr
 
 

@@ -73,7 +73,7 @@ def test_the_hint_mentions_that_later_ranks_are_new(shell: InteractiveShell, gro
 def test_an_exit_ends_no_rank(shell: InteractiveShell, group: ScriptedGroup) -> None:
     assert (
         hint_for(shell, group, [0], "SystemExit")
-        == "; exit() and sys.exit() end the cell, not the ranks; %makedip -k ends those"
+        == "; exit() and sys.exit() end the cell, not the ranks; %makedip -k ends the ranks"
     )
 
 

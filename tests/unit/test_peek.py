@@ -86,7 +86,7 @@ def test_a_silent_rank_is_reported_without_a_place(new_group: NewGroup, monkeypa
     group = new_group(2)
     monkeypatch.setattr(peek, "WHERE_SECONDS", 0.05)
     group.engine(1).answers.update({TAKE: stay_silent, DROP: stay_silent})
-    with pytest.raises(TransferError, match="rank 1 has not answered within 0.05 s: it does not even take a signal"):
+    with pytest.raises(TransferError, match="rank 1 has not answered within 0.05 s: it does not respond to signals"):
         group.peek(["a"], 1, seconds=0.05)
 
 

@@ -125,7 +125,7 @@ def test_a_count_asks_for_the_cpu_even_with_gpus() -> None:
 def test_two_ranks_on_one_gpu_use_gloo_and_say_so() -> None:
     shared = resolve_request(Request(gpus=(0, 0)), 1)
     assert shared.backend == "gloo"
-    assert "two ranks share a GPU, which nccl does not do" in shared.notice
+    assert "two ranks share a GPU, which nccl does not support" in shared.notice
     assert resolve_request(Request(gpus=(0, 1)), 2).notice == ""
 
 

@@ -246,7 +246,7 @@ def test_ranks_that_begin_different_operations_are_not_compared() -> None:
 def test_ranks_that_wait_for_each_other_have_no_slowest() -> None:
     first = report_of_ten_seconds([collective_row(1, 1, 3), collective_row(2, 6, 6)], [(1, 3)])
     second = report_of_ten_seconds([collective_row(1, 3, 3), collective_row(2, 4.1, 6)], [(4.1, 6)])
-    assert "no rank is slow all along" in str(profile_report.remarks(profile_of({0: first, 1: second})))
+    assert "no rank is consistently slow" in str(profile_report.remarks(profile_of({0: first, 1: second})))
 
 
 def test_the_report_lists_shares_slow_ranks_and_missing_data() -> None:
