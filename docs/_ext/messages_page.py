@@ -46,19 +46,34 @@ def find_messages(source: Path = SOURCE) -> list[Message]:
 
 
 def _messages_of(file: Path, source: Path) -> Iterator[Message]:
-    tree = ast.parse(file.read_text())
-    constants = {
-        target.id: text
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and (text := _text_of(node.value, {}))
-    }
-    for node in ast.walk(tree):
+    for node, constants in _walk_scopes(ast.parse(file.read_text()), {}):
         if isinstance(node, ast.Call) and node.args:
             kind = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if kind in KINDS and (text := _text_of(node.args[0], constants)) and any(map(str.isalpha, text)):
                 yield Message(kind, " ".join(text.split()), str(file.relative_to(source)))
+
+
+def _walk_scopes(scope: ast.AST, outer: dict[str, str]) -> Iterator[tuple[ast.AST, dict[str, str]]]:
+    """Yield each node with the string constants that are visible in its function."""
+    nodes, inner = [], []
+    pending = list(ast.iter_child_nodes(scope))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner.append(node)
+        else:
+            nodes.append(node)
+            pending += ast.iter_child_nodes(node)
+    constants = outer | {
+        target.id: text
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and (text := _text_of(node.value, {}))
+    }
+    yield from ((node, constants) for node in nodes)
+    for function in inner:
+        yield from _walk_scopes(function, constants)
 
 
 def _text_of(node: ast.expr, constants: dict[str, str]) -> str:
