@@ -30,12 +30,10 @@ CELLS = {
         "plt.figure(figsize=(3, 2)); plt.plot([rank, 1]); plt.show()"
     ),
     "error": "%%dip\nif rank: 1 / 0",
-    "hang": (
-        "%%dip\nimport torch.distributed as dist\nfrom pathlib import Path\nPath(f'hangs-{rank}').touch()\n"
-        "if rank: dist.barrier()\nwhile not rank: pass"
-    ),
+    "hang": "%%dip\nimport time\nfrom pathlib import Path\nPath(f'hangs-{rank}').touch()\nwhile True: time.sleep(0.01)",
     "push": "lr = 3\n%dipush lr",
-    "pull": "%dip doubled = 2 * lr\n%dipull doubled\ndoubled",
+    "cell": "%%dip\ndoubled = 2 * lr\nprint('doubled on', world_size)",
+    "pull": "%dipull doubled\ndoubled",
     "end": "%makedip -k",
 }
 NUMBER = {name: number for number, name in enumerate(CELLS)}
@@ -138,5 +136,6 @@ def test_a_group_lives_and_ends_in_the_classic_notebook(classic: Classic) -> Non
     assert "KeyboardInterrupt: the cell was interrupted on ranks 0, 1" in classic.finish("hang")
 
     classic.run("push")
+    assert classic.run("cell").strip() == "doubled on 2"
     assert classic.run("pull").strip().endswith("6")
     assert "ended 2 ranks" in classic.run("end")
