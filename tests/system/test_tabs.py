@@ -182,7 +182,7 @@ def test_a_page_without_style_has_headings_and_no_css(notebook: Lab, tmp_path: P
 
 def test_a_browser_without_has_shows_headed_sections(notebook: Lab) -> None:
     """A name that no browser knows, in place of ``:has()``, stands for one that does not know it."""
-    displays = outputs(notebook)["cells"][NUMBER["same"]]["outputs"]
+    displays = saved_notebook(notebook)["cells"][NUMBER["same"]]["outputs"]
     known = "".join("".join(display["data"]["text/html"]) for display in displays)
     assert ":has(" in known
     assert notebook.page.context.browser is not None
