@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ddip.cluster import folder
@@ -59,8 +60,23 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+NO_MAGICS_IN_MARIMO = (
+    "marimo has no magics: use ddip.Group, as in `with ddip.Group(2) as group: group.run(...)`; docs/from_python.md "
+    "describes it"
+)
+
+
+def _is_in_marimo() -> bool:
+    """Return True in a cell of a marimo notebook; False in a program that imports marimo, or runs such a notebook."""
+    return bool(getattr(sys.modules.get("marimo"), "running_in_notebook", bool)())
+
+
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics; IPython calls this for ``%load_ext ddip``. Raises BadInput on a rank."""
+    """Register the magics; IPython calls this for ``%load_ext ddip``. Raises BadInput on a rank, and in marimo."""
+    if _is_in_marimo():
+        from ddip.errors import BadInput
+
+        raise BadInput(NO_MAGICS_IN_MARIMO)
     if getattr(shell, "is_rank", False):
         from ddip.errors import BadInput
 
@@ -105,3 +121,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with folder.left_out():
         return getattr(importlib.import_module(_HOME.get(name, "ddip.errors")), name)
+
+
+if _is_in_marimo():
+    sys.stderr.write(f"ddip: {NO_MAGICS_IN_MARIMO}\n")

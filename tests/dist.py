@@ -16,7 +16,7 @@ import sys
 import tempfile
 import venv
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,21 @@ from typing import Any
 from packaging.requirements import Requirement
 
 HERE = Path(__file__).resolve().parent.parent
+LEADS_ELSEWHERE = ("PYTHON", "PYTEST", "VIRTUAL_ENV", "CONDA_")
 ALL_REDUCE = """
 import ddip, sys
-assert ddip.__file__.startswith(sys.prefix), ddip.__file__
+from pathlib import Path
+packages = Path(sys.argv[1])
+assert Path(ddip.__file__).is_relative_to(packages), ddip.__file__
 with ddip.Group(2) as group:
-    group.run("import torch, torch.distributed as dist; x = torch.ones(3) * (rank + 1); dist.all_reduce(x)")
-    assert [group.pull(["x"], rank)["x"].tolist() for rank in (0, 1)] == [[3.0] * 3] * 2
+    group.run("import ddip, torch, torch.distributed as dist; x = torch.ones(3) * (rank + 1); dist.all_reduce(x)")
+    group.run("file = ddip.__file__")
+    for rank in (0, 1):
+        found = group.pull(["x", "file"], rank)
+        assert found["x"].tolist() == [3.0] * 3, found
+        assert Path(found["file"]).is_relative_to(packages), found
 """
+"""A program that starts two ranks, and fails unless it and they have ddip from the folder that it is given."""
 
 
 class StepFailed(Exception):
@@ -92,16 +100,16 @@ def files_of_the_package() -> list[str]:
 # -- try
 
 
-def link_torch(folder: Path) -> None:
-    """Fill `folder` with links to torch and its dependencies, as far as this Python has them.
+def link_packages(folder: Path, *names: str) -> None:
+    """Fill `folder` with links to these packages and their dependencies, as far as this Python has them.
 
     torch takes gigabytes, and this environment already has it. If the new environment used all of these site-packages,
     this checkout's ddip would be importable, and a requirement missing from setup.cfg would go unnoticed. So it gets a
-    folder with torch and its dependencies, and installs the rest as a user does.
+    folder with these packages only.
     """
     folder.mkdir()
     done: set[str] = set()
-    waiting = [Requirement("torch")]
+    waiting = list(_required(names, {""}))
     while waiting:
         need = waiting.pop()
         if str(need) in done:
@@ -112,24 +120,38 @@ def link_torch(folder: Path) -> None:
             link = folder / top
             if not top.endswith(".pth") and not link.exists():
                 link.symlink_to(Path(str(found.locate_file(top))).resolve())
-        extras = need.extras or {""}
-        needs = map(Requirement, found.requires or ())
-        waiting += [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in extras)]
+        waiting += _required(found.requires or (), need.extras or {""})
+
+
+def _required(needs: Iterable[str], extras: Iterable[str]) -> Iterator[Requirement]:
+    """Return those that apply to this Python and these extras."""
+    for need in map(Requirement, needs):
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras):
+            yield need
+
+
+def find_packages(python: Path) -> Path:
+    """Return the folder into which pip installs for this interpreter."""
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(run_step("look for its site-packages", [python, "-c", ask], env=clean_environment()).strip())
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment variables without those that lead Python to other packages."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(LEADS_ELSEWHERE)}
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
     """Install `wheel` into a new environment below `folder`, and start ranks from there."""
     python = new_environment(folder / "fresh")
-    link_torch(folder / "torch")
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = Path(run_step("look for its site-packages", [python, "-c", ask]).strip())
+    link_packages(folder / "torch", "torch")
+    packages = find_packages(python)
     (packages / "torch.pth").write_text(f"{folder / 'torch'}\n")
-    run_step("install the wheel", [python, "-m", "pip", "install", "--quiet", wheel])
+    run_step("install the wheel", [python, "-m", "pip", "install", "--quiet", wheel], env=clean_environment())
     work = folder / "work"
     work.mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
-    options = {"cwd": work, "env": {**kept, "IPYTHONDIR": str(folder / "ipython")}}
-    run_step("all_reduce on two ranks", [python, "-c", ALL_REDUCE], **options)
+    options = {"cwd": work, "env": {**clean_environment(), "IPYTHONDIR": str(folder / "ipython")}}
+    run_step("all_reduce on two ranks", [python, "-c", ALL_REDUCE, packages], **options)
     report = json.loads(run_step("python -m ddip doctor --json", [python, "-m", "ddip", "doctor", "--json"], **options))
     checks = {check["name"]: check for check in report["checks"]}
     for name in ("packages", "start-gloo"):

@@ -166,20 +166,28 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     command += [f"--port={port}", "--ServerApp.port_retries=0"]
     command += ["--ServerApp.token=", "--ServerApp.password=", f"--ServerApp.root_dir={work}"]
     url = f"http://127.0.0.1:{port}"
+    with run_server(command, settings, url, folder), sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
+        try:
+            page = browser.new_page(viewport={"width": 1100, "height": 1400})
+            page.set_default_timeout(20_000)
+            yield Lab(work, page, url)
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def run_server(command: list[str], settings: dict[str, str], url: str, folder: Path) -> Iterator[None]:
+    """Run a Jupyter server until the context ends; it writes to ``server.log`` in `folder`."""
     with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=work)
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **settings}, cwd=folder / "notebooks"
+        )
         try:
             # 90 s because other tests may keep both cores busy
             wait_for(lambda: _is_reachable(url) or server.poll() is not None, "the server", 90)
             assert server.poll() is None, (folder / "server.log").read_text()
-            with sync_playwright() as playwright:
-                browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
-                try:
-                    page = browser.new_page(viewport={"width": 1100, "height": 1400})
-                    page.set_default_timeout(20_000)
-                    yield Lab(work, page, url)
-                finally:
-                    browser.close()
+            yield
         finally:
             server.terminate()
             server.wait(timeout=30)

@@ -178,3 +178,21 @@ def test_a_page_without_style_has_headings_and_no_css(notebook: Lab, tmp_path: P
         "ranks 1, 2",
         "the same",
     ]
+
+
+def test_a_browser_without_has_shows_headed_sections(notebook: Lab) -> None:
+    """A name that no browser knows, in place of ``:has()``, stands for one that does not know it."""
+    displays = saved_notebook(notebook)["cells"][NUMBER["same"]]["outputs"]
+    known = "".join("".join(display["data"]["text/html"]) for display in displays)
+    assert ":has(" in known
+    assert notebook.page.context.browser is not None
+    page = notebook.page.context.browser.new_page()
+    try:
+        page.set_content(f"<body>{known}</body>")
+        assert page.locator("label:visible").all_inner_texts() == ["rank 0", "ranks 1, 2"]
+        page.set_content(f"<body>{known.replace(':has(', ':unknown(')}</body>")
+        assert page.locator("label:visible").count() == 0
+        lines = [line for line in page.locator("body").inner_text().splitlines() if line.strip()]
+        assert lines == ["rank 0", "not the same", "ranks 1, 2", "the same"]
+    finally:
+        page.close()
