@@ -75,7 +75,7 @@ def main() -> None:
     sizes = list(map(int, sys.argv[2:])) or [2, 4, 8, 16, 32, 64]
     found: dict[str, list[Cost]] = {"an empty cell": [], "a start": []}
     took: dict[str, list[list[float]]] = {"an empty cell": [], "a start": []}
-    preload_client.begin().asleep.wait()
+    preload_client.ensure_process().asleep.wait()
     for size in sizes:
         began = time.perf_counter()
         start, group = Cost.measure(lambda: Group(size, timeout=120))  # noqa: B023

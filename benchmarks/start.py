@@ -51,7 +51,7 @@ shell.run_line_magic("load_ext", "ddip")
 WARM = f"""{HEAD}
 shell.run_line_magic("load_ext", "ddip")
 from ddip.cluster.processes import preload_client
-preload_client.begin().asleep.wait()
+preload_client.ensure_process().asleep.wait()
 began = clock()
 {OURS}{TAIL}"""
 SPAWNED = f"""{HEAD}

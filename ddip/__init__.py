@@ -88,14 +88,14 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     with folder.left_out():
         from ddip.notebook import loading
 
-    loading.load(shell)
+    loading.load_extension(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Remove the magics and end the group; IPython calls this for ``%unload_ext ddip``."""
     from ddip.notebook import loading
 
-    loading.unload(shell)
+    loading.unload_extension(shell)
 
 
 def __dir__() -> list[str]:

@@ -147,7 +147,7 @@ def _group_equal_errors(by_rank: Mapping[int, RankError]) -> list[tuple[list[int
     return list(groups.values())
 
 
-def clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str]:
+def error_clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str]:
     """Return one clause per distinct error with the ranks that raised it, the earliest first.
 
     `named`: include the name of the exception class.
@@ -174,7 +174,7 @@ def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int])
 
 def _summary_text(by_rank: Mapping[int, RankError], repair: str) -> str:
     """Return one clause per error, the earliest first, and one per operation in which ranks were blocked."""
-    parts = clauses(_without_aborted(by_rank))
+    parts = error_clauses(_without_aborted(by_rank))
     waited: dict[str, list[int]] = {}
     for rank, error in sorted(by_rank.items()):
         if error.waited:

@@ -72,11 +72,11 @@ class Guard:
     def around(self, function: Callable[..., object]) -> Callable[..., None]:
         """Wrap `function` as a callback that reports exceptions instead of raising them."""
 
-        def guarded(*args: object) -> None:
+        def run_guarded(*args: object) -> None:
             with self:
                 function(*args)
 
-        return guarded
+        return run_guarded
 
     def start_thread(self, name: str, function: Callable[..., object], *args: object, daemon: bool = True) -> None:
         """Start a thread that calls `function` under this guard."""

@@ -176,7 +176,7 @@ def main(cells: int = 500, seed: int | None = None) -> None:
     print(f"held before {before}\nheld after  {after}")
     for name, (descriptors, threads) in after.items():
         assert descriptors <= before[name][0] + 10 and threads <= before[name][1] + 5, f"{name} holds more"
-    preload_client.end()
+    preload_client.end_process()
     deadline = time.monotonic() + 10
     while any(_is_alive(process) for process in processes):
         assert time.monotonic() < deadline, processes

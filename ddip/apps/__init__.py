@@ -26,7 +26,7 @@ ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pyto
 """Modules of which each of these apps needs at least one."""
 
 
-def find(name: str | None) -> str:
+def find_module(name: str | None) -> str:
     """Return the module of the app `name`, or an empty string for None.
 
     Raises BadInput if there is no such app, with a list of all apps, or if its framework is not installed.

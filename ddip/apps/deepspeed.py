@@ -26,7 +26,7 @@ def rejoined() -> None:
     runtime = sys.modules.get("deepspeed.runtime.engine")
     if runtime is not None:
         for engine in [obj for obj in gc.get_objects() if isinstance(obj, runtime.DeepSpeedEngine)]:
-            engine.forward = engine.backward = engine.step = engine.save_checkpoint = _refuse
+            engine.forward = engine.backward = engine.step = engine.save_checkpoint = _raise_stale
 
 
 def release() -> None:
@@ -37,7 +37,7 @@ def release() -> None:
         comm.cdb = None  # type: ignore[attr-defined]
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def _raise_stale(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(STALE)
 
 

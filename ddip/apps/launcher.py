@@ -36,7 +36,7 @@ def _fresh_accelerate_state() -> Iterator[None]:
                 values.update(former)
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Make ``notebook_launcher`` call its function in this process."""
     original = launchers.notebook_launcher
 
@@ -63,6 +63,6 @@ def apply() -> None:
         with _fresh_accelerate_state(), patch_environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
             function(*args)
 
-    patches.patch(launchers, "notebook_launcher", notebook_launcher)
-    patches.patch(accelerate, "notebook_launcher", notebook_launcher)
+    patches.set_attribute(launchers, "notebook_launcher", notebook_launcher)
+    patches.set_attribute(accelerate, "notebook_launcher", notebook_launcher)
     patches.replace_imports("notebook_launcher", original, notebook_launcher)

@@ -20,7 +20,7 @@ from typing import Any
 
 from ddip.apps import rank_exchange
 from ddip.rank.runtime import current
-from ddip.rank.runtime.c10d import store
+from ddip.rank.runtime.c10d import default_store
 
 WAIT_SECONDS = 0.05
 OK, FAILED, RAISED = b"ok", b"failed:", b"raised:"
@@ -51,8 +51,8 @@ def once_per_host(
     key, turn = _next_key(f"what {what}"), _next_key(f"kind {kind}")
     with rank_exchange.single_process_mode():
         if rank_exchange.is_first_on_host():
-            store().set(key + BEGUN, OK)
-            store().set(turn, OK)
+            default_store().set(key + BEGUN, OK)
+            default_store().set(turn, OK)
             return _fetch_and_announce(key, fetch, same_error)
         outcome = _wait_for(key, turn, patience)
         if outcome.startswith(FAILED) and not same_error:
@@ -67,18 +67,18 @@ def end_cell() -> None:
     _call_counts.clear()
     if rank_exchange.on_all_ranks() and rank_exchange.is_first_on_host():
         with contextlib.suppress(RuntimeError):  # in a released group no rank waits any longer
-            store().set(_cell_end_key(), OK)
+            default_store().set(_cell_end_key(), OK)
 
 
 def _next_key(name: str) -> str:
     """Return the store key of this rank's next call `name` in this cell; all ranks of a host count alike."""
-    call = (current.name(), name)
+    call = (current.cell_name(), name)
     _call_counts[call] += 1
-    return f"ddip once {current.name()} {os.environ['GROUP_RANK']} {_call_counts[call]} {name}"
+    return f"ddip once {current.cell_name()} {os.environ['GROUP_RANK']} {_call_counts[call]} {name}"
 
 
 def _cell_end_key() -> str:
-    return f"ddip once {current.name()} {os.environ['GROUP_RANK']} over"
+    return f"ddip once {current.cell_name()} {os.environ['GROUP_RANK']} over"
 
 
 def _fetch_and_announce(key: str, fetch: Callable[[], Any], same_error: bool) -> Any:
@@ -89,7 +89,7 @@ def _fetch_and_announce(key: str, fetch: Callable[[], Any], same_error: bool) ->
         outcome = (_pickle_error(error) if same_error else b"") or FAILED + f"{type(error).__name__}: {error}".encode()
         raise
     finally:
-        store().set(key, outcome)
+        default_store().set(key, outcome)
 
 
 def _pickle_error(error: BaseException) -> bytes:
@@ -109,12 +109,14 @@ def _wait_for(key: str, turn: str, patience: float | None) -> bytes:
     """Return the outcome of the first rank's work; OK also if the first rank does not begin it."""
     began = time.monotonic()
     begun = patience is None
-    while not store().check([key]):
+    while not default_store().check([key]):
         if patience is not None and not begun:
-            has_moved_on = store().check([turn]) or store().check([_cell_end_key()])  # set after the key of the start
-            begun = store().check([key + BEGUN])
+            has_moved_on = default_store().check([turn]) or default_store().check(
+                [_cell_end_key()]
+            )  # set after the key of the start
+            begun = default_store().check([key + BEGUN])
             if not begun and (has_moved_on or time.monotonic() > began + patience):
                 return OK
         time.sleep(WAIT_SECONDS)
-    outcome: bytes = store().get(key)
+    outcome: bytes = default_store().get(key)
     return outcome

@@ -17,22 +17,22 @@ _PATCHED_PACKAGES = (
 """Packages whose modules hold names imported from each other; ``__main__`` holds what cells imported earlier."""
 
 
-def patch(owner: Any, name: str, value: Any) -> None:
-    """Set the attribute `name` of the class or module `owner` until `restore`."""
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set the attribute `name` of the class or module `owner` until `undo_all`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
 
-    def undo() -> None:
+    def restore_attribute() -> None:
         if before is _NOTHING:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
 
-    _undo.append(undo)
+    _undo.append(restore_attribute)
 
 
 def replace_imports(name: str, original: Any, value: Any) -> None:
-    """Replace `original` by `value` in every module that has imported it as `name`, until `restore`."""
+    """Replace `original` by `value` in every module that has imported it as `name`, until `undo_all`."""
     _replace_imported(name, original, value)
     _undo.append(lambda: _replace_imported(name, value, original))  # it also reaches modules that are imported later
 
@@ -44,13 +44,13 @@ def _replace_imported(name: str, old: Any, new: Any) -> None:
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set the environment variable `name` until `restore`."""
+    """Set the environment variable `name` until `undo_all`."""
     before = os.environ.get(name)
     os.environ[name] = value
     _undo.append(lambda: os.environ.pop(name, None) if before is None else os.environ.update({name: before}))
 
 
-def restore() -> None:
+def undo_all() -> None:
     """Undo all changes, the latest first."""
     while _undo:
         _undo.pop()()

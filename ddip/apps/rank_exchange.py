@@ -111,7 +111,7 @@ def broadcast_tensors(tensors: list[Tensor]) -> None:
                 tensor.detach().copy_(moved)
 
 
-def fingerprint(value: Any) -> int:
+def fingerprint_value(value: Any) -> int:
     """Return a hash of 63 bits that is the same on every rank for the same plain `value`."""
     digest = hashlib.blake2b(pickle.dumps(value, protocol=4), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

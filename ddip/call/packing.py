@@ -104,7 +104,7 @@ class CallPayload:
         if self._namespace.get(obj.__name__) is obj and obj.__name__ not in STANDING_VARIABLES:
             self.named[obj.__name__] = obj
         make, args, *rest = reduced
-        return (calls.sent, (self._number(obj), make, args), *rest)
+        return (calls.make_definition, (self._number(obj), make, args), *rest)
 
     def _is_from_notebook(self, obj: FunctionType | type) -> bool:
         home = pickling.home_of(obj) if isinstance(obj, FunctionType) else obj.__module__
@@ -122,8 +122,8 @@ class CallPayload:
 
     def _collect_references(self, function: FunctionType) -> None:
         """Record the globals and modules that the code of `function` reads, and the source lines of its cell."""
-        for code in pickling.codes(function.__code__):
-            for name in pickling.reads(code):
+        for code in pickling.nested_codes(function.__code__):
+            for name in pickling.global_names(code):
                 if name in function.__globals__ and name in STANDING_VARIABLES:
                     self.standing.setdefault(name, function.__qualname__)
                 elif name in function.__globals__ and not name.startswith("__"):
@@ -173,7 +173,7 @@ def packages_of(imports: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def pack(
+def pack_call(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

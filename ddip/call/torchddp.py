@@ -93,7 +93,7 @@ def in_torchddp(
     imports = textwrap.dedent(imports)
     packages, needed = _packages_of(imports), _find_needed(need, frame)
     payload = packing.CallPayload(_globals_of(frame), {"__main__", frame.f_globals.get("__name__", "__main__")})
-    call = packing.pack(fn, args, kwargs, needed, imports, payload)
+    call = packing.pack_call(fn, args, kwargs, needed, imports, payload)
     call.known = known_names().split()
     for name, reader in payload.standing.items():
         notify(f"{reader} reads {name}: ddip sets it on each rank, so the notebook's value was not sent")
@@ -103,7 +103,7 @@ def in_torchddp(
     with _open_group(nprocs, app) as group:
         if app is not None and group.request.app is None:
             notify(f"{app} is prepared for this call only; %makedip -a {app} prepares it for all cells and calls")
-            call.app = apps.find(app)
+            call.app = apps.find_module(app)
         answer = _run_call(group, call)
     return _unpack_result(answer, fn, payload)  # type: ignore[no-any-return]
 
@@ -114,7 +114,7 @@ def _unpack_result(answer: calls.Answer, fn: Callable[..., Any], payload: packin
         hint = "return an object that can be pickled, such as learn.model.state_dict()"
         raise TransferError(f"{what} cannot be pickled: {answer.error}; {hint}")
     try:
-        return calls.unpack(answer, payload.sent)
+        return calls.unpack_answer(answer, payload.sent)
     except Exception as error:
         raise TransferError(f"{what} cannot be unpickled in the notebook: {type(error).__name__}: {error}") from None
 
@@ -159,7 +159,7 @@ def _app_for(packages: set[str]) -> str | None:
     if FASTAI not in packages:
         return None
     try:
-        apps.find(FASTAI)
+        apps.find_module(FASTAI)
     except BadInput:
         return None
     return FASTAI
@@ -177,7 +177,7 @@ def _open_group(nprocs: int | None, app: str | None) -> Iterator[Group]:
             yield group
         finally:
             if group.alive:
-                notes = group.ranks.call_on_control_channel(group.ranks.live, on_rank.forget_call())
+                notes = group.ranks.call_on_control_channel(group.ranks.live, on_rank.drop_call_answer())
                 _notify_differences({rank: note for rank, note in notes.items() if note is not None})
         return
     progress = Progress()
@@ -202,7 +202,7 @@ def _notify_differences(notes: Mapping[int, CallNotes]) -> None:
 
 
 def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group:
-    settings, available = session.settings(), len(gpu_names())
+    settings, available = session.user_settings(), len(gpu_names())
     if nprocs is None or not available:
         return Group(nprocs, app=app, progress=progress, **settings)
     if nprocs <= available:

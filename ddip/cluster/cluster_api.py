@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ddip.cluster.processes.host import Host
 from ddip.cluster.reach import Reach
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import CellReport, Hello
 
@@ -32,7 +32,7 @@ It runs on a cluster thread and must be quick.
 
 
 @dataclass(frozen=True)
-class Raised:
+class RemoteException:
     """An exception that a request raised on its engine, or on the way there."""
 
     name: str
@@ -47,8 +47,8 @@ class Reply:
     """An engine's answer to a request."""
 
     value: Any = None
-    """Return value of ``ddip.protocol.remote.call``, for a call."""
-    raised: Raised | None = None
+    """Return value of ``ddip.protocol.remote.call_target``, for a call."""
+    raised: RemoteException | None = None
     ended: bool = False
     """True if the engine ended and will not answer."""
     report: CellReport | None = None
@@ -165,7 +165,7 @@ class Cluster(Protocol):
     def stop(self) -> None:
         """End everything and leave no process, file or thread behind."""
 
-    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+    def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
         """Run `code` as a cell on each engine, which may have ended.
 
         `asked`: facts about the cell that the engines need.
@@ -179,7 +179,7 @@ class Cluster(Protocol):
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Make `call` on `engine` without waiting for the cell that it runs.
 
-        The future has the result of ``ddip.protocol.remote.call``. Raises KeyError for an engine that has ended.
+        The future has the result of ``ddip.protocol.remote.call_target``. Raises KeyError for an engine that has ended.
         """
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:

@@ -19,10 +19,10 @@ from ipyparallel.serialize import can
 from IPython.core.getipython import get_ipython
 
 from ddip.cluster import folder
-from ddip.cluster.cluster_api import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.cluster_api import Listener, Message, Recipient, RemoteException, Reply, Request
 from ddip.guard import Guard
 from ddip.protocol import cell_messages
-from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
+from ddip.protocol.cell_messages import CellOptions, CellReply, CellRequest
 from ddip.protocol.remote import with_bytes
 
 
@@ -71,13 +71,13 @@ class RankClient(Client):  # type: ignore[misc]
         """
         sockets = [getattr(self, name) for name in self.trait_names() if name.endswith("_socket")]
 
-        def tell() -> None:
+        def set_linger() -> None:
             for socket in sockets:
                 if socket is not None and not socket.closed:
                     socket.linger = linger
 
         if linger is not None and self._io_loop is not None and not self._closed:
-            self._io_loop.add_callback(tell)
+            self._io_loop.add_callback(set_linger)
         super().close(linger)
 
     def _dispatch_iopub(self, frames: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class RankClient(Client):  # type: ignore[misc]
         for engine, request, message in cells:
             name = self._engines.get(engine)
             if name is None:
-                _end(request)
+                _end_request(request)
             else:
                 self.cells[request.msg_id] = name, request
                 frames = self.session.serialize(message, name.encode())
@@ -153,10 +153,10 @@ class RankClient(Client):  # type: ignore[misc]
         for number, (name, request) in list(self.cells.items()):
             if name == uuid:
                 del self.cells[number]
-                _end(request)
+                _end_request(request)
 
 
-def _end(request: Request) -> None:
+def _end_request(request: Request) -> None:
     """End a request whose engine has ended; its reply may have arrived."""
     if not request.done():
         request.set_result(Reply(ended=True))
@@ -164,12 +164,12 @@ def _end(request: Request) -> None:
         request.output.set_result(None)
 
 
-def _identity(client: Client, engine: int) -> bytes:
+def _engine_identity(client: Client, engine: int) -> bytes:
     """Return the ZeroMQ identity of `engine`. Raises KeyError if it has ended."""
     return str(client._engines[engine]).encode()
 
 
-def _ended() -> MessageFuture:
+def _ended_future() -> MessageFuture:
     """Return the future of a request to an engine that has ended."""
     future = MessageFuture("")
     future.output = Future()
@@ -178,11 +178,11 @@ def _ended() -> MessageFuture:
     return future
 
 
-def execute(
+def execute_cell(
     client: RankClient,
     code: str,
     to: Sequence[Recipient],
-    asked: Asked,
+    asked: CellOptions,
     *,
     silent: bool = False,
     history: bool = True,
@@ -216,24 +216,28 @@ def cell_reply(content: CellReply) -> Reply:
             case "ok":
                 return Reply(report=content.get("report"), payload=content.get("payload") or [])
             case "aborted":
-                raised = Raised(KeyboardInterrupt.__name__, "before the cell began", at=time.time())
+                raised = RemoteException(KeyboardInterrupt.__name__, "before the cell began", at=time.time())
                 return Reply(raised=raised, report={"released": False, "state": "none"})
-        raised = Raised(content["ename"], content["evalue"], "\n".join(content["traceback"]))
+        raised = RemoteException(content["ename"], content["evalue"], "\n".join(content["traceback"]))
         return Reply(raised=raised, report=content.get("report"))
     except Exception as error:
-        return Reply(raised=Raised(type(error).__name__, f"its answer cannot be read: {error}", at=time.time()))
+        return Reply(
+            raised=RemoteException(type(error).__name__, f"its answer cannot be read: {error}", at=time.time())
+        )
 
 
-def apply(client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str) -> MessageFuture:
+def call_on_engine(
+    client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str
+) -> MessageFuture:
     """Call ``function(*args)`` on the main thread of `engine`.
 
     `doing` describes the call in status displays. ``View.apply_async`` would create an ``AsyncResult``, whose reference
     cycle keeps the result alive.
     """
     try:
-        identity = _identity(client, engine)
+        identity = _engine_identity(client, engine)
     except KeyError:
-        return _ended()
+        return _ended_future()
     metadata = {"doing": doing}
     future = client.send_apply_request(client._mux_stream, function, list(args), ident=identity, metadata=metadata)
     future.add_done_callback(_end_output)
@@ -259,30 +263,30 @@ def send_comm(client: RankClient, engine: int, message: Message, on_message: Lis
         content=message["content"],
         buffers=message.get("buffers") or [],
         metadata=message.get("metadata") or {},
-        ident=_identity(client, engine),
+        ident=_engine_identity(client, engine),
         header=header,
     )
     return str(header["msg_id"])
 
 
-def control(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
+def send_control_request(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
     """Send a request on the control channel of `engine`; the future has the content of the reply.
 
     ipyparallel's own methods send only its own types. Raises KeyError for an engine that has ended.
     """
     answer: Future[dict[str, Any]] = Future()
-    future = client._send(client._control_stream, msg_type, content=content, ident=_identity(client, engine))
-    future.add_done_callback(lambda done: answer.set_result(_answer(done.result())))
+    future = client._send(client._control_stream, msg_type, content=content, ident=_engine_identity(client, engine))
+    future.add_done_callback(lambda done: answer.set_result(_answer_content(done.result())))
     return answer
 
 
-def _answer(message: Message) -> dict[str, Any]:
+def _answer_content(message: Message) -> dict[str, Any]:
     """Return the content of a message, with the message's binary buffers put in."""
     content: dict[str, Any] = with_bytes(message["content"], message.get("buffers") or [])
     return content
 
 
-def refresh(client: Client, timeout: float) -> None:
+def refresh_engines(client: Client, timeout: float) -> None:
     """Request the list of engines from the Hub, and update the client's list.
 
     The client misses registrations that the Hub has published before the client subscribed to them.
@@ -291,7 +295,7 @@ def refresh(client: Client, timeout: float) -> None:
     client._io_loop.add_callback(client._update_engines, reply["content"]["engines"])  # its own thread changes them too
 
 
-def unregister(client: Client, engine: int) -> None:
+def unregister_engine(client: Client, engine: int) -> None:
     """Report to the Hub that `engine` has ended, so that its running requests fail at once.
 
     Usually, ipyparallel's nanny process does this.

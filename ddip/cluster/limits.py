@@ -48,7 +48,7 @@ def _limit_value(limit: int) -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else float(limit)
 
 
-def shortage(ranks: int, running: int, limits: Limits, files: int, threads: int) -> str:
+def find_shortage(ranks: int, running: int, limits: Limits, files: int, threads: int) -> str:
     """Return the message for the first limit that is too low for a group of `ranks`; empty if none is.
 
     `running`: ranks that already run; `files`: open descriptors of this process; `threads`: threads of all the user's
@@ -87,7 +87,7 @@ def ensure_room(ranks: int, running: int = 0) -> None:
     """Raise GroupError if the limits are too low for a group of `ranks`, of which `running` already run."""
     limits = Limits.now()
     threads = user_threads() if limits.threads < MANY_THREADS else 0
-    short = shortage(ranks, running, limits, len(os.listdir("/dev/fd")), threads)
+    short = find_shortage(ranks, running, limits, len(os.listdir("/dev/fd")), threads)
     if short:
         raise GroupError(short)
 
@@ -103,7 +103,7 @@ def user_threads() -> int:
 
 
 @contextlib.contextmanager
-def named() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Add the limit on address space, if there is one, to a RuntimeError raised within.
 
     No one can know beforehand how much torch needs.

@@ -15,7 +15,7 @@ acknowledges. ``links.py`` notices a cut link earlier."""
 DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
 
 
-def command(host: str, python: str, setup: str) -> list[str]:
+def agent_command(host: str, python: str, setup: str) -> list[str]:
     """Return the command that starts the agent of `host`.
 
     `python`: the interpreter to run there; empty: the notebook's path if it exists on the host, else ``python3``.
@@ -36,7 +36,7 @@ def command(host: str, python: str, setup: str) -> list[str]:
 
 
 def agent_line(python: str, setup: str) -> str:
-    """Return a shell line that starts the agent on another host; arguments as in `command`."""
+    """Return a shell line that starts the agent on another host; arguments as in `agent_command`."""
     agent = "-P -m ddip.cluster.hosts.agent"
     if setup:
         line = f"{setup} && exec {shlex.quote(python or 'python')} {agent}"
@@ -47,10 +47,10 @@ def agent_line(python: str, setup: str) -> str:
     return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
 
 
-def reason(host: str, output: str, python: str, setup: str) -> str:
+def explain_failure(host: str, output: str, python: str, setup: str) -> str:
     """Explain why a host's agent did not start, with a remedy if its `output` shows a known cause.
 
-    Other arguments as in `command`.
+    Other arguments as in `agent_command`.
     """
     lines = output.strip().splitlines()
     if setup and any("command not found" in line for line in lines):  # srun's messages after that say nothing useful

@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
     began = time.monotonic()
     checks: list[Check] = []
     try:
-        for check in look(start=not typed.no_start):
+        for check in run_checks(start=not typed.no_start):
             checks.append(check)
             if not typed.json:
                 print(check, flush=True)
@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         print("interrupted; nothing is left running", file=sys.stderr)
         return INTERRUPTED
     seconds = time.monotonic() - began
-    print(doctor_report.as_json(checks, seconds) if typed.json else doctor_report.summary(checks, seconds))
+    print(doctor_report.as_json(checks, seconds) if typed.json else doctor_report.summary_line(checks, seconds))
     return doctor_report.exit_code(checks)
 
 
@@ -72,22 +72,22 @@ def _raise_exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def look(*, start: bool) -> Iterator[Check]:
+def run_checks(*, start: bool) -> Iterator[Check]:
     """Yield every check as soon as it is done; with `start`, start ranks at the end."""
-    yield from guarded("python", _check("software", "check_python"))
+    yield from guard_check("python", _load_check("software", "check_python"))
     probe = _begin_probe()
     try:
         for name, module, function in CHECKS:
-            yield from guarded(name, _check(module, function))
-        yield from guarded("torch", lambda: _check_torch(probe))
+            yield from guard_check(name, _load_check(module, function))
+        yield from guard_check("torch", lambda: _check_torch(probe))
     finally:
         if probe is not None:
             probe.end()
     if start:
-        yield from guarded("start", lambda: _check_starts(probe is not None and probe.has_torch))
+        yield from guard_check("start", lambda: _check_starts(probe is not None and probe.has_torch))
 
 
-def _check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
+def _load_check(module: str, function: str) -> Callable[[], Check | Iterable[Check]]:
     """Return a function that imports a module of the doctor and calls `function` in it."""
     return lambda: getattr(importlib.import_module(f"ddip.doctor.{module}"), function)()
 
@@ -120,7 +120,7 @@ def _check_starts(has_torch: bool) -> Iterator[Check]:
         yield trial.check_start("nccl")
 
 
-def guarded(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
+def guard_check(name: str, check: Callable[[], Check | Iterable[Check]]) -> Iterator[Check]:
     """Yield the results of `check`; report an exception as a failed check, so that the other checks run."""
     try:
         found = check()

@@ -51,10 +51,10 @@ def exit_code(checks: Sequence[Check]) -> int:
     return int(any(check.status == "failed" for check in checks))
 
 
-def summary(checks: Sequence[Check], seconds: float) -> str:
+def summary_line(checks: Sequence[Check], seconds: float) -> str:
     """Count the results in one line.
 
-    >>> summary([ok("python", "3.12")], 2.0)
+    >>> summary_line([ok("python", "3.12")], 2.0)
     '1 check in 2.0 s: all ok'
     """
     bad = sum(check.status == "failed" for check in checks)

@@ -39,7 +39,7 @@ class Gpu:
         return f"GPU {self.index}: {self.name}, {size_text(self.used)} of {size_text(self.total)} used"
 
 
-def parse(text: str) -> list[Gpu]:
+def parse_table(text: str) -> list[Gpu]:
     """Parse CSV without header and units; skip lines that are not part of the table."""
     found = []
     for line in text.splitlines():
@@ -50,7 +50,7 @@ def parse(text: str) -> list[Gpu]:
     return found
 
 
-def ask() -> list[Gpu]:
+def query_nvidia_smi() -> list[Gpu]:
     """Return the GPUs that ``nvidia-smi`` lists; none if there is no such program.
 
     Raises RuntimeError if it fails or does not answer.
@@ -69,7 +69,7 @@ def ask() -> list[Gpu]:
     if done.returncode:
         output = " ".join((done.stdout + done.stderr).split())
         raise RuntimeError(f"nvidia-smi failed (exit code {done.returncode}): {output}")
-    return parse(done.stdout)
+    return parse_table(done.stdout)
 
 
 def built_in(folder: Path = PCI) -> int:
@@ -87,7 +87,7 @@ def check_gpus() -> list[Check]:
     from ddip.cluster import devices
 
     try:
-        gpus, error = ask(), ""
+        gpus, error = query_nvidia_smi(), ""
     except RuntimeError as raised:
         gpus, error = [], str(raised)
     return judge_gpus(gpus, error, built_in(), devices.count_nvidia(), devices.gpu_names())

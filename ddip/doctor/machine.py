@@ -98,7 +98,7 @@ def check_limits() -> Check:
     now, files = limits.Limits.now(), len(os.listdir("/dev/fd"))
     threads = limits.user_threads() if now.threads < limits.MANY_THREADS else 0
     ranks = max(MANY_RANKS, len(devices.gpu_names()))
-    short = {n: limits.shortage(n, 0, now, files, threads) for n in (2, ranks)}
+    short = {n: limits.find_shortage(n, 0, now, files, threads) for n in (2, ranks)}
     return judge_limits(now.files, now.threads, *control_group("pids"), short)
 
 
@@ -120,9 +120,9 @@ def judge_limits(files: float, threads: float, limit: int, used: int, short: Map
 
 def check_loopback() -> Check:
     """Check the interface over which the ranks of one host talk."""
-    from ddip.group.members.host_facts import loopback
+    from ddip.group.members.host_facts import loopback_name
 
-    name = loopback()
+    name = loopback_name()
     state = psutil.net_if_stats().get(name)
     if state is None or not state.isup:
         what = f"the interface {name} is {'missing' if state is None else 'down'}"
@@ -151,7 +151,7 @@ def check_run_folder() -> Check:
 
 def check_leftovers() -> Check:
     """List what this user's groups left behind after their notebooks ended; remove nothing."""
-    return judge_runs(ownership.runs())
+    return judge_runs(ownership.list_runs())
 
 
 def judge_runs(runs: Sequence[ownership.Run]) -> Check:

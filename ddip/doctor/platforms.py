@@ -37,7 +37,7 @@ def check_platform() -> Check:
     from ddip.cluster import devices
     from ddip.cluster.processes import on_host
 
-    found = f"{platform.system()} {platform.release()}, {platform.machine()}, cores: {on_host.cores()}"
+    found = f"{platform.system()} {platform.release()}, {platform.machine()}, cores: {on_host.count_cores()}"
     if sys.platform not in ("linux", "darwin"):
         return failed("platform", found, "use Linux or macOS; on Windows, WSL 2 is Linux")
     return judge_platforms(found, list(recognize(os.environ, Path("/"), len(devices.gpu_names()))))

@@ -29,7 +29,7 @@ class NamesReport(TypedDict):
     """Features that are off, each with the private names that it needs and the library lacks."""
 
 
-def tables() -> list[Names]:
+def name_tables() -> list[Names]:
     """Return the names of all libraries but torch."""
     from ddip.apps import compat_fastai, compat_hf, compat_lightning
     from ddip.protocol import compat_ipyparallel, compat_ipython
@@ -41,7 +41,7 @@ def tables() -> list[Names]:
     ]
 
 
-def report(names: Names, has: Callable[[str], bool]) -> NamesReport:
+def report_missing(names: Names, has: Callable[[str], bool]) -> NamesReport:
     """Return the names that the library lacks; `has` returns whether it has a name."""
     off = {feature: [name for name in needed if not has(name)] for feature, needed in names.features.items()}
     return {
@@ -73,17 +73,17 @@ def is_in_source(path: str) -> bool:
         if found is None:
             break
         file, words = found, words[1:]
-    return not file.is_file() or all(word in _words(file) for word in words if word != "__wrapped__")
+    return not file.is_file() or all(word in _file_words(file) for word in words if word != "__wrapped__")
 
 
 @cache
-def _words(file: Path) -> frozenset[str]:
+def _file_words(file: Path) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace")))
 
 
 def check_names() -> Check:
     """Search for the private names in the sources of the installed libraries, except torch."""
-    return judge_names("names", [report(names, is_in_source) for names in tables() if names.is_installed])
+    return judge_names("names", [report_missing(names, is_in_source) for names in name_tables() if names.is_installed])
 
 
 def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
@@ -94,7 +94,7 @@ def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
         if one["lacks"]:
             found.append(f"missing: {', '.join(one['lacks'])}")
         newest = one["tested"].split()[-1]
-        if not found and _numbers(one["version"]) > _numbers(newest):
+        if not found and _version_numbers(one["version"]) > _version_numbers(newest):
             found.append(f"newer than {newest}, and has all private names")
         if found:
             tested[one["library"]] = one["tested"]
@@ -107,5 +107,5 @@ def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
     return result(check, "\n".join(dict.fromkeys(lines)), advice)
 
 
-def _numbers(version: str) -> list[int]:
+def _version_numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")[:2]]

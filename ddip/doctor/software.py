@@ -70,26 +70,26 @@ def judge_packages(requires: Sequence[str] | None, version_of: VersionOf) -> Che
             wrong[f'"{need.name}{need.specifier}"'] = f"{need.name} {version or 'is missing'}"
     if wrong:
         return failed("packages", ", ".join(wrong.values()), f"python -m pip install {' '.join(wrong)}")
-    old = {name: f'"{name}>={oldest}"' for name, oldest in OLDEST.items() if _major(version_of(name)) < oldest}
+    old = {name: f'"{name}>={oldest}"' for name, oldest in OLDEST.items() if _major_version(version_of(name)) < oldest}
     if old:
         text = f"{versions}; ddip is not tested with such an old version of {', '.join(old)}"
         return warning("packages", text, f"python -m pip install {' '.join(old.values())}")
     return ok("packages", versions)
 
 
-def _major(version: str | None) -> float:
+def _major_version(version: str | None) -> float:
     return int(version.split(".")[0]) if version else float("inf")
 
 
 def check_environment() -> Check:
     """Look for variables that ddip, torch or the ranks react to."""
-    from ddip.cluster.processes.on_host import cores
+    from ddip.cluster.processes.on_host import count_cores
     from ddip.group.members.engines import WATCHDOG
-    from ddip.group.members.host_facts import loopback, threads
+    from ddip.group.members.host_facts import loopback_name, threads_per_rank
     from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
-    interfaces = {name: loopback() for name in INTERFACE_VARIABLES}
-    return judge_environment(os.environ, interfaces, threads(cores(), 2), WATCHDOG)
+    interfaces = {name: loopback_name() for name in INTERFACE_VARIABLES}
+    return judge_environment(os.environ, interfaces, threads_per_rank(count_cores(), 2), WATCHDOG)
 
 
 def judge_environment(
@@ -138,13 +138,13 @@ def check_folder() -> Check:
         ]
     except OSError as error:
         return failed("folder", f"the current folder cannot be read: {error}", "cd to a folder that you may read")
-    return judge_folder(hiding(entries), boot.hidden())
+    return judge_folder(hiding_entries(entries), boot.hidden_modules())
 
 
-def hiding(entries: Iterable[str]) -> list[str]:
+def hiding_entries(entries: Iterable[str]) -> list[str]:
     """Return the files and packages of a folder that would hide a module; frozen modules cannot be hidden.
 
-    >>> hiding(["random.py", "train.py", "os.py"])
+    >>> hiding_entries(["random.py", "train.py", "os.py"])
     ['random.py']
     """
     names = {*sys.stdlib_module_names.difference(sys.builtin_module_names), *OTHERS}
@@ -155,7 +155,8 @@ def hiding(entries: Iterable[str]) -> list[str]:
 def judge_folder(files: Sequence[str], on_path: Mapping[str, str]) -> Check:
     """Judge the files of the current folder and of PYTHONPATH.
 
-    `files`: the result of `hiding`; `on_path`: modules of the standard library that PYTHONPATH hides, with the file.
+    `files`: the result of `hiding_entries`; `on_path`: modules of the standard library that PYTHONPATH hides, with the
+    file.
     """
     if on_path:
         lines = [f"{file} {boot.INSTEAD} {name}" for name, file in on_path.items()]

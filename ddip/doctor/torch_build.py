@@ -65,7 +65,7 @@ def main() -> None:
         "gpus": gpus,
         "why_no_gpu": why,
         "warnings": [_one_line(one.message) for one in caught if one.category is UserWarning],
-        "names": private_names.report(compat_torch.NAMES, compat_torch.NAMES.has),
+        "names": private_names.report_missing(compat_torch.NAMES, compat_torch.NAMES.has),
     }
     print(json.dumps(facts))
 
@@ -81,7 +81,7 @@ class Probe:
         self.has_torch = False
         """True if torch was imported."""
         self._process = subprocess.Popen(
-            preload_client.command("ddip.doctor.torch_build"),
+            preload_client.module_command("ddip.doctor.torch_build"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,12 +101,12 @@ class Probe:
             out, errors = self._process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:
             return None, f"import torch did not end within {IMPORT_SECONDS:.0f} s"
-        facts, why = read(self._process.returncode, out, errors)
+        facts, why = read_facts(self._process.returncode, out, errors)
         self.has_torch = facts is not None
         return facts, why
 
 
-def read(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
+def read_facts(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
     """Return the facts that a process with exit code `code` has printed, or None and the reason."""
     if not code:
         with contextlib.suppress(ValueError, IndexError):

@@ -54,7 +54,7 @@ def check_start(backend: str) -> Check:
             group.run(CELL, show_ranks=[], timeout=CELL_SECONDS)
             answers, _ = group.pull_all(["total", "seconds"], range(group.world_size))
             begun, slowest = group.seconds, max(answer["seconds"] for answer in answers)
-            return judge(backend, [answer["total"] for answer in answers], begun, slowest, group.cluster.spawned)
+            return judge_start(backend, [answer["total"] for answer in answers], begun, slowest, group.cluster.spawned)
     except DdipError as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -75,14 +75,14 @@ def _trial_environment() -> Iterator[None]:
             os.environ["IPYTHONDIR"] = folder
         yield
     finally:
-        with stopping.calling(lambda: None):
-            preload_client.end()
+        with stopping.call_on_press(lambda: None):
+            preload_client.end_process()
             shutil.rmtree(folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(former)
 
 
-def judge(backend: str, totals: list[float], start_seconds: float, reduce_seconds: float, spawned: str) -> Check:
+def judge_start(backend: str, totals: list[float], start_seconds: float, reduce_seconds: float, spawned: str) -> Check:
     """Judge a start of ranks.
 
     `totals`: the sum on each rank; `spawned`: why ranks were spawned although they should be forked, or empty.

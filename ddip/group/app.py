@@ -61,7 +61,7 @@ class App:
         """Release the app on all ranks, before they leave the process group."""
         if self.name is not None:
             self.choose(self.name)
-            self.ask(self._everyone, on_rank.release_app(apps.find(self.name)))
+            self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)))
 
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
         """Drop the app and raise GroupError if `replaced` ranks cannot prepare it either."""
@@ -92,7 +92,7 @@ class App:
         if self.name is not None:
             self._progress(f"ddip: preparing {self.name}", 0.95)
             try:
-                self.ask(ranks, on_rank.prepare_app(apps.find(self.name)))
+                self.ask(ranks, on_rank.prepare_app(apps.find_module(self.name)))
             except RequestFailed as error:
                 if len(error.by_rank) == len(self._everyone):
                     raise self._dropped(f"{error}{remark}") from None
@@ -113,7 +113,7 @@ class App:
         A failure is printed and not retried. If only some ranks failed, the process group is rebuilt.
         """
         try:
-            self.ask(self._everyone, on_rank.tell_app_rejoined(apps.find(name)))
+            self.ask(self._everyone, on_rank.notify_app_rejoined(apps.find_module(name)))
         except RequestFailed as error:
             notify(f"{error}; the group is running")
             if not self._manager.healthy:

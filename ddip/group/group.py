@@ -59,7 +59,7 @@ from ddip.output.tables.profile_report import Profile
 from ddip.output.tables.shards_table import ShardsTable
 from ddip.output.tables.vitals_table import RankVitals
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.status_types import Status
@@ -258,7 +258,7 @@ class Group:
         RequestInterrupted
             If the user interrupted the repair; the message names the ranks that were not replaced.
         """
-        return repair.repair(self.lifecycle, self._modules, names, source, hosts, progress)
+        return repair.repair_group(self.lifecycle, self._modules, names, source, hosts, progress)
 
     def shutdown(self) -> None:
         """End all processes of the group, and remove all its temporary files. A second call does nothing."""
@@ -454,7 +454,7 @@ class Group:
         asked = self._asked_of_ranks(log)
         profiling = None if profile is None else Profiling(self.ranks, folder_for(profile))
 
-        def ready(cell: Cell | None = None) -> None:
+        def ensure_ready(cell: Cell | None = None) -> None:
             self.lifecycle.ensure_ready_for_cell(where, cell)
             if profiling is not None:
                 profiling.prepare(where)
@@ -462,7 +462,7 @@ class Group:
         with self.lifecycle.turn:
             queued = queue and bool(self._parts.cells.active_on(where))
             if not queued:
-                ready()
+                ensure_ready()
             number = self._parts.cells.number()
             begins = f"cell {number} {'waits for' if queued else 'runs in the background on'} {ranks_text(where)}"
             output = BackgroundOutput(seen, begins, self.options.display, quiet=quiet, comms=self.comms)
@@ -473,7 +473,7 @@ class Group:
                 if profiling is not None:
                     asked |= {"profile": str(profiling.folder)}
                     running.after = lambda stuck: self._show_profile(profiling, where, stuck, output)
-                self._parts.cells.start(running, unmatched, asked, (lambda: ready(cell)) if queued else None)
+                self._parts.cells.start(running, unmatched, asked, (lambda: ensure_ready(cell)) if queued else None)
         return cell
 
     def wait_until_free(self, ranks: Sequence[int] | None = None) -> None:
@@ -496,7 +496,7 @@ class Group:
             numbers = ", ".join(
                 f"{cell.text} continues (%dipwait {cell.number}, %dipstop {cell.number})" for cell in active
             )
-            with stopping.button(f"waiting was interrupted, and this cell did not run; {numbers}") as button:
+            with stopping.count_presses(f"waiting was interrupted, and this cell did not run; {numbers}") as button:
                 button.wait_for([cell.done for cell in active], float("inf"))
             for cell in active:
                 if cell.done.done() and cell.outcome != "ok":
@@ -540,7 +540,7 @@ class Group:
         dict[int, Stack | None]
             Stacks by rank; None for a rank that does not reply.
         """
-        with stopping.button(ASKING) as button:
+        with stopping.count_presses(ASKING) as button:
             ranks, ended = range(self.world_size), self.ranks.ended
             answers = self.ranks.call_on_control_channel(
                 ranks, on_rank.whole_stack(), seconds=STACK_SECONDS, button=button
@@ -574,7 +574,7 @@ class Group:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready()
-            return app.ask(range(self.world_size), on_rank.command_app(apps.find(app.name), text))[0]
+            return app.ask(range(self.world_size), on_rank.run_app_command(apps.find_module(app.name), text))[0]
 
     # -- shared by cells
 
@@ -602,12 +602,12 @@ class Group:
         limits = Limits(self.options.failure_grace, self.options.stall_timeout, timeout, self.ranks.can_unblock)
         return self._parts.cells.admit(cell, limits, until_it_ends)
 
-    def _asked_of_ranks(self, log: str) -> Asked:
+    def _asked_of_ranks(self, log: str) -> CellOptions:
         """Return options of a cell for its ranks. Raises BadInput if the `log` files cannot be written."""
-        return {"log": str(logs.checked(log))} if log else {}
+        return {"log": str(logs.resolve_prefix(log))} if log else {}
 
     @contextlib.contextmanager
-    def _profiled(self, folder: str, ranks: Sequence[int]) -> Iterator[Asked]:
+    def _profiled(self, folder: str, ranks: Sequence[int]) -> Iterator[CellOptions]:
         """Profile the cell that runs in this context; yields options for its ranks."""
         profiling = Profiling(self.ranks, folder_for(folder))
         try:
@@ -670,7 +670,7 @@ class Group:
         with self.lifecycle.turn:
             with self.lifecycle.progress.reported_to(progress):
                 self.lifecycle.ensure_ready(to)
-            self.transferred = transfer.push(self.ranks, values, to, progress)
+            self.transferred = transfer.push_values(self.ranks, values, to, progress)
         return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:
@@ -721,7 +721,7 @@ class Group:
                     self.lifecycle.ensure_free(of)
                 else:
                     self.lifecycle.ensure_ready(of)
-            values, self.transferred = transfer.pull(self.ranks, names, of, progress)
+            values, self.transferred = transfer.pull_values(self.ranks, names, of, progress)
         return values, [*self.transferred.moved]
 
     def peek(self, names: Sequence[str], rank: int = 0, seconds: float = SECONDS) -> dict[str, Any]:
@@ -775,7 +775,7 @@ class Group:
         TransferError, BadInput, GroupError, RequestInterrupted
             As for `peek`.
         """
-        values, self.transferred = peek.peek(self.ranks, names, self._checked(ranks), seconds, progress)
+        values, self.transferred = peek.fetch_snapshots(self.ranks, names, self._checked(ranks), seconds, progress)
         return values, [*self.transferred.moved]
 
     # -- the state of a training
@@ -865,7 +865,7 @@ class Group:
         TransferError, GroupError, RequestInterrupted
             As for `push`.
         """
-        sources = modules.find(names)
+        sources = modules.find_sources(names)
         with self.lifecycle.turn, self.lifecycle.progress.reported_to(progress):
             self.lifecycle.ensure_ready()
             return self._modules.push(self.ranks, sources, reload, progress)
@@ -903,11 +903,11 @@ class Group:
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_free()
-            return shards.ask(self.ranks, name)
+            return shards.fetch_layout(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
         """Return process, device, memory and activity of each rank, in rank order, even during a cell."""
-        with stopping.button(ASKING) as button:
+        with stopping.count_presses(ASKING) as button:
             return status.rank_infos(self.ranks, self.spec, button)
 
     def status(self, cells: int = status.LISTED) -> Status:
@@ -920,11 +920,11 @@ class Group:
         cells
             Number of cells to list, in addition to earlier cells that have not ended.
         """
-        kept = status.last(self.cells, cells)
+        kept = status.last_cells(self.cells, cells)
         with contextlib.suppress(GroupError):  # it has ended, or another thread ends it just now
             parts = self._parts
             infos = self.info()
-            group = status.about(self.spec, parts.app.name, parts.manager.healthy, infos)
+            group = status.describe_group(self.spec, parts.app.name, parts.manager.healthy, infos)
             return status.group_status(kept, group, infos, parts.cells.stuck)
         return status.group_status(kept)
 
@@ -933,4 +933,4 @@ class Group:
 
         If a rank is busy, ddip takes a second sample after `seconds`, because a rate needs two samples.
         """
-        return vitals.look(self.lifecycle, seconds)
+        return vitals.sample_ranks(self.lifecycle, seconds)

@@ -6,25 +6,25 @@ This is the way from ``%makedip`` to ranks in a process group:
     -------------------------------------  --------------------  -------------------  --------------------------------
     %load_ext ddip ------ start ---------> imports torch
     %makedip: Group, Lifecycle._start        |
-    1 PLAN     places.found                  |
-               wanted.resolve                |
+    1 PLAN     places.allocate_hosts         |
+               wanted.resolve_spec           |
     2 CLUSTER  OwnCluster, Hosts             |
     3 START    Engines.complete              |
                OwnCluster.start -- fork ---> +-----------------> connection file
                                 -- fork ---> +--------------------------------------> hooks; waits for that file
                client <--------------- connect ----------------> | <-- register ----- RankEngine
                greeting.wait_for <---- hello, empty cell ------> | <----------------> |
-    4 JOIN     Meetings.prepare                                                       |
-               RankSpec ------------------------------------------------------------> membership.join
+    4 JOIN     RendezvousFactory.prepare                                              |
+               RankSpec ------------------------------------------------------------> membership.join_group
                                                                    gloo, nccl <-----> | <----> other ranks
-    5 APP      App.prepare ---------------------------------------------------------> app_hooks.prepare
+    5 APP      App.prepare ---------------------------------------------------------> app_hooks.prepare_app
 
     another host:   notebook --ssh, srun, or an engine--> agent --> preload process there --fork--> engine
                     engine there <--> relay in the agent <== frames, same connection ==> relay here <--> controller
 
-1. Plan. ``places.found`` finds the hosts if the request does not name them: by a Slurm job, the allocation that the
-   notebook is in, or an ipyparallel cluster. ``wanted.resolve`` places the ranks on devices, and refuses a group that
-   the machines cannot hold. If there are other hosts, it does so after step 2, which finds out their GPUs.
+1. Plan. ``places.allocate_hosts`` finds the hosts if the request does not name them: by a Slurm job, the allocation
+   that the notebook is in, or an ipyparallel cluster. ``wanted.resolve_spec`` places the ranks on devices, and refuses
+   a group that the machines cannot hold. If there are other hosts, it does so after step 2, which finds out their GPUs.
 
 2. Cluster. ``Group._new_cluster`` first ends the processes that dead notebooks have left (``ownership.py``).
    `OwnCluster` creates the run folder, which only this user can enter, for sockets, logs and the store. `Hosts` starts
@@ -37,8 +37,8 @@ This is the way from ``%makedip`` to ranks in a process group:
    Controller and engines start at the same time, and an engine waits for the connection file. Only an engine on
    another host starts later, with the connection details in its environment. Before an engine registers, it looks for
    the private names that ddip needs, and installs the hooks that must be there before its first group
-   (``membership.watch``). Registration is not enough to send messages: ZeroMQ drops those for channels that are not
-   connected yet, so ``greeting.py`` uses each channel until it answers. `Engines` then checks each `Hello`: the
+   (``membership.install_hooks``). Registration is not enough to send messages: ZeroMQ drops those for channels that
+   are not connected yet, so ``greeting.py`` uses each channel until it answers. `Engines` then checks each `Hello`: the
    version of ddip's protocol, and what torch can do. It also prints which mechanisms of ``rank/native`` are off, by
    ``DDIP_NATIVE`` or a failed self-test.
 
@@ -108,7 +108,7 @@ from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.group.process_group.revival import NewRanks
 from ddip.output.area import stop_name
 from ddip.output.progress import Report
-from ddip.protocol.reports import Going
+from ddip.protocol.reports import LostObjects
 
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
@@ -122,7 +122,7 @@ NewCluster = Callable[[Request], Cluster]
 
 def own_cluster(request: Request, spawn: bool) -> Cluster:
     """Return a new cluster of this process for the requested group. With `spawn`, engines are not forked."""
-    with limits.named():
+    with limits.explain_errors():
         return OwnCluster(ipp_log, not spawn, [host.name for host in request.hosts], request.reach)
 
 
@@ -191,7 +191,7 @@ class Lifecycle:
         self.progress = Progress()
         self.spec: GroupSpec
         """Number, devices and hosts of the ranks."""
-        self.place: places.Place
+        self.place: places.Allocation
         """Hosts or job that the group runs on, or ran on."""
         self._new_cluster, self._history = new_cluster, history
         self._request = request
@@ -233,10 +233,10 @@ class Lifecycle:
     # -- start, change, end
 
     def _resolve(self, request: Request, hosts: Sequence[Host] = ()) -> GroupSpec:
-        return wanted.resolve(request, hosts, 0 if self._parts is None else len(self._parts.ranks.members))
+        return wanted.resolve_spec(request, hosts, 0 if self._parts is None else len(self._parts.ranks.members))
 
     def _start(self, request: Request) -> None:
-        self.place = places.found(request, self.progress)
+        self.place = places.allocate_hosts(request, self.progress)
         request = self.place.request
         if not request.hosts:
             self.spec = self._resolve(request)
@@ -282,12 +282,14 @@ class Lifecycle:
 
     def restart(self, request: Request = SAME, report: Report = ignore_progress) -> None:
         """End every engine and start again without any variables: the same group, or the requested one."""
-        request = places.again(request.after(self.request), self.parts.ranks.cluster.hosts if self.alive else ())
+        request = places.restart_request(
+            request.after(self.request), self.parts.ranks.cluster.hosts if self.alive else ()
+        )
         if not request.hosts and not request.reach.finds:
             spec = self._resolve(request)
             if self.alive:
                 self.parts.engines.check_torch(spec)
-        with self.progress.reported_to(report), places.kept(request):
+        with self.progress.reported_to(report), places.hold_resources(request):
             self.shutdown()
             self._request = request
             self._start(request)
@@ -301,7 +303,7 @@ class Lifecycle:
         parts, self._parts = self._parts, None
         try:
             if parts is not None:
-                with stopping.button(f"{stop_name()} was pressed while the group was ending; it has ended"):
+                with stopping.count_presses(f"{stop_name()} was pressed while the group was ending; it has ended"):
                     parts.cells.end_all("the cell ended with its group: %makedip -k, -r, or the end of the notebook")
                     parts.manager.close()
                     parts.ranks.cluster.stop()
@@ -377,7 +379,7 @@ class Lifecycle:
         try:
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
-            with stopping.button():
+            with stopping.count_presses():
                 going = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
                 parts.new_ranks.take(members)
@@ -393,7 +395,7 @@ class Lifecycle:
         except BaseException:
             if new:
                 raise
-            with stopping.button():
+            with stopping.count_presses():
                 cluster.stop_engines_but([member.engine for member in ranks.members])
             raise
         self.seconds = time.monotonic() - began
@@ -402,7 +404,7 @@ class Lifecycle:
         """Rebuild the process group with the same ranks, after an abort or a cell has left it unusable."""
         deadline = time.monotonic() + self.options.timeout
         parts = self.parts
-        with stopping.button():
+        with stopping.count_presses():
             try:
                 going = parts.manager.leave(deadline)
                 parts.manager.join(self.spec, self.options.collect, deadline)
@@ -423,7 +425,7 @@ class Lifecycle:
         texts = texts or [str(error).removeprefix("forming the group failed: ")]
         return "; ".join([*texts, *([] if REPAIR in texts[0] else [REPAIR])])
 
-    def _leave(self, deadline: float) -> Going:
+    def _leave(self, deadline: float) -> LostObjects:
         """Make all ranks leave the process group, and return its wrappers, meshes and subgroups to recreate."""
         self.parts.app.release()
         return self.parts.manager.leave(deadline)

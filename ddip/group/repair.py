@@ -48,10 +48,10 @@ training continues:
 
 5. Rebuild. The ranks leave their group in whatever state it is, and join another one through a new store. The path or
    address of the store identifies the group, so a release that arrives late does not abort the next group. Wrappers,
-   meshes and subgroups refer to the former group, and raise an error when they are used. ``wrappers.revive`` makes DDP
-   wrappers that all ranks have usable again, with rank 0's parameters and buffers, since the ranks may have stopped at
-   different steps; a new rank has none, so they must be recreated. It does not revive FSDP wrappers, as shards of
-   different steps do not fit together; ``ddip.dist_state`` keeps shards that do.
+   meshes and subgroups refer to the former group, and raise an error when they are used. ``wrappers.revive_wrappers``
+   makes DDP wrappers that all ranks have usable again, with rank 0's parameters and buffers, since the ranks may have
+   stopped at different steps; a new rank has none, so they must be recreated. It does not revive FSDP wrappers, as
+   shards of different steps do not fit together; ``ddip.dist_state`` keeps shards that do.
 
 6. Reset. A reducer or gradient scaler in the middle of an iteration would fail in the next one, so it is reset. If a
    rank was within an iteration, or ranks were in different ones, gradients are cleared on all ranks
@@ -73,7 +73,7 @@ Invariants:
   only when all ranks have joined the next one.
 - A step that was stopped is repeated by the next request, which finds a mark of it: ``healthy``,
   ``Iterations._pending``, ``App._unprepared``, ``Differences._failed``. Within steps that must not be cut in two,
-  ``stopping.button`` holds back the KeyboardInterrupt.
+  ``stopping.count_presses`` holds back the KeyboardInterrupt.
 
 Without ``DDIP_NATIVE_SOCKETS``, step 1 cannot unblock ranks that wait in gloo: they are interrupted, abandoned, and
 must be replaced.
@@ -98,7 +98,7 @@ CELL_ENDS_WITHIN = 5.0
 """Seconds for a cell to end after the failure grace, once one of its ranks has died and the others wait for it."""
 
 
-def repair(
+def repair_group(
     lifecycle: Lifecycle,
     modules: Modules,
     names: Sequence[str],
@@ -122,7 +122,7 @@ def _wait_for_cells(lifecycle: Lifecycle) -> None:
     parts = lifecycle.parts
     ended, end = set(parts.ranks.ended), lifecycle.options.failure_grace + CELL_ENDS_WITHIN
     left = [cell.done for cell in parts.cells.active_on(ended)]
-    with stopping.button("the repair was interrupted; no rank has been replaced") as button:
+    with stopping.count_presses("the repair was interrupted; no rank has been replaced") as button:
         button.wait_for(left, end)
     parts.cells.ensure_not_running(range(lifecycle.size), "a repair rebuilds the group, which needs all ranks free")
 
@@ -237,12 +237,12 @@ class _Repair:
             deadline = time.monotonic() + self._options.timeout
             members = self._engines.replace(gone, self._lifecycle.spec, self._app.name, deadline)
         except BaseException as error:
-            with stopping.button():
+            with stopping.count_presses():
                 self._cluster.stop_engines_but([member.engine for member in self._ranks.members])
             if isinstance(error, KeyboardInterrupt):
                 raise RequestInterrupted(f"the repair was interrupted; {ranks_text(gone)} not replaced") from None
             raise
-        with stopping.button():
+        with stopping.count_presses():
             self._manager.release()
             self._cluster.stop_engines_but([member.engine for member in members])
             self._new_ranks.take(members)
@@ -252,7 +252,7 @@ class _Repair:
 
     def _unpack(self, fetched: Fetched, ranks: Sequence[int]) -> None:
         try:
-            delivery.deliver(self._ranks, fetched.values, fetched.reply["along"], ranks, self._progress)
+            delivery.deliver_objects(self._ranks, fetched.values, fetched.reply["along"], ranks, self._progress)
         except TransferError as error:
             raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
         transfer.notify_shares(fetched.reply["shares"], "copied")
@@ -267,6 +267,6 @@ class _Repair:
                 raise BadInput(f"{what}: all ranks are lost, with their variables; type %makedip --repair alone")
             others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
             raise BadInput(f"{what}: {ranks_text([source])} is lost itself; copy from {others}")
-        (fetched,) = transfer.fetch(self._ranks, names, [source], self._progress)
-        transfer.forward(fetched, "repaired")
+        (fetched,) = transfer.fetch_variables(self._ranks, names, [source], self._progress)
+        transfer.pickled_values(fetched, "repaired")
         return fetched

@@ -23,13 +23,13 @@ _session: Session | None = None
 """The notebook's session, from ``%load_ext ddip`` on."""
 
 
-def begin(session: Session) -> None:
+def set_current(session: Session) -> None:
     """Make `session` the owner of the notebook's group."""
     global _session
     _session = session
 
 
-def end() -> None:
+def clear_current() -> None:
     """Remove the session, after which the notebook has no group."""
     global _session
     _session = None
@@ -41,6 +41,6 @@ def current_group() -> Group | None:
     return group if group is not None and group.alive else None
 
 
-def settings() -> dict[str, Any]:
+def user_settings() -> dict[str, Any]:
     """Return the user's settings for new groups; empty if the extension has not been loaded."""
     return {} if _session is None else _session.settings()

@@ -25,7 +25,7 @@ STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}
 def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[RankInfo]:
     """Return each rank's process, device, memory and activity."""
     ended, abandoned, everywhere = ranks.ended, ranks.busy, range(len(ranks.members))
-    answers = ranks.call_on_control_channel(everywhere, on_rank.figures(), seconds=ANSWER_SECONDS, button=button)
+    answers = ranks.call_on_control_channel(everywhere, on_rank.rank_figures(), seconds=ANSWER_SECONDS, button=button)
     infos = []
     for rank, member in enumerate(ranks.members):
         figures: Mapping[str, Any] = answers[rank] or {}
@@ -54,13 +54,13 @@ def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[R
     return infos
 
 
-def last(cells: Sequence[Cell], most: int) -> list[Cell]:
+def last_cells(cells: Sequence[Cell], most: int) -> list[Cell]:
     """Return the last `most` cells, and earlier ones that have not ended."""
     first = max(0, len(cells) - most)
     return [cell for number, cell in enumerate(cells) if number >= first or not cell.done.done()]
 
 
-def about(spec: GroupSpec, app: str | None, healthy: bool, infos: Sequence[RankInfo]) -> GroupStatus:
+def describe_group(spec: GroupSpec, app: str | None, healthy: bool, infos: Sequence[RankInfo]) -> GroupStatus:
     """Return the status of the group as a whole; `healthy`: the state of its process group."""
     return {
         "size": spec.size,

@@ -63,7 +63,7 @@ class Button:
 
 
 @contextlib.contextmanager
-def calling(press: Callable[[], object]) -> Iterator[None]:
+def call_on_press(press: Callable[[], object]) -> Iterator[None]:
     """Call `press`, which must be fast and not raise, for each press of the button on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -80,7 +80,7 @@ _current: Button | None = None
 
 
 @contextlib.contextmanager
-def button(text: str = "") -> Iterator[Button]:
+def count_presses(text: str = "") -> Iterator[Button]:
     """Count presses of the stop button instead of raising KeyboardInterrupt; nested uses share a button.
 
     Raises RequestInterrupted with `text` at the end if a press was not taken. On any thread but the main one, the

@@ -113,7 +113,7 @@ def _suggest_word(
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def examples(*lines: str) -> Callable[[F], F]:
+def with_examples(*lines: str) -> Callable[[F], F]:
     """Decorate a magic to show `lines` as examples above the help that ``magic_arguments`` generates."""
 
     def add_examples(magic: F) -> F:
@@ -134,7 +134,7 @@ MOST_GPUS = 64
 """Maximum number of GPUs on another host."""
 
 
-def parse(magic: Any, name: str, line: str) -> Any:
+def parse_line(magic: Any, name: str, line: str) -> Any:
     """Parse the arguments of `magic`, which users call `name`; raise BadInput for an invalid `line`."""
     line = COMMENT.sub("", line).rstrip().removesuffix(";")  # users type ";" to hide the value of a line
     if name == "%%dip" and is_code(line):
@@ -231,9 +231,9 @@ def _parse_reach(args: Any) -> Reach:
     if len(ways) > 1:
         raise BadInput(f"{' and '.join(ways)}: type only one of them; each selects the hosts of the ranks")
     if args.slurm is not None:
-        slurm.parse(args.slurm)
+        slurm.parse_options(args.slurm)
     if args.engines is not None:
-        launcher_engines.check(args.engines)
+        launcher_engines.check_launcher(args.engines)
     elif args.profile is not None:
         raise BadInput(
             f"--profile {args.profile}: it configures a launcher; type it with --engines, such as --engines ssh"
@@ -254,7 +254,7 @@ def job_script(args: Any) -> str:
     """Return the script that ``--slurm`` would submit, for ``--dry-run``; raises BadInput."""
     if args.slurm is None:
         raise BadInput(f"--dry-run: it shows a job's script; type it with --slurm, {slurm.EXAMPLE}")
-    return slurm.script(args.slurm)
+    return slurm.batch_script(args.slurm)
 
 
 def _parse_gpus(words: list[str], is_remote: bool) -> tuple[int, ...] | Literal["all"]:
@@ -269,7 +269,7 @@ def _parse_gpus(words: list[str], is_remote: bool) -> tuple[int, ...] | Literal[
 
 def _parse_count(typed: str, yes: bool) -> int:
     """Parse ``-n``; raise BadInput if so many ranks could overload the machine, unless `yes`."""
-    count, cores = placement.parse_count(typed), on_host.cores()
+    count, cores = placement.parse_count(typed), on_host.count_cores()
     if count > RANKS_PER_CORE * cores and not yes:
         machine = f"{cores} core{'s' * (cores != 1)}"
         raise BadInput(

@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, GroupError, ranks_text
 from ddip.notebook import arguments
-from ddip.notebook.arguments import examples
+from ddip.notebook.arguments import with_examples
 from ddip.output.area import notify
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ WAITS = "%dipwait"
 def status_now(group: Group | None, history: History) -> Status:
     """Return the status of a running `group`, if any, and of the last cells in `history`."""
     with folder.left_out():
-        from ddip.group.status import LISTED, group_status, last
+        from ddip.group.status import LISTED, group_status, last_cells
 
-    return group_status(last(list(history), LISTED)) if group is None else group.status()
+    return group_status(last_cells(list(history), LISTED)) if group is None else group.status()
 
 
 def status_text(group: Group | None, history: History) -> str:
     """Return the status as text for people."""
     with folder.left_out():
-        from ddip.group.status import LISTED, last
+        from ddip.group.status import LISTED, last_cells
         from ddip.output.tables.tables import cells_table, info_table
 
-    cells = last(list(history), LISTED)
+    cells = last_cells(list(history), LISTED)
     blocks = ["there is no group"]
     if group is not None:
         blocks = ["\n".join([group.describe().removeprefix("ddip: "), info_table(group.info()), *group.remarks()])]
@@ -82,12 +82,12 @@ class CellMagics(Magics):
         """List running, queued and ended cells with number, ranks, state, seconds and first line."""
         from ddip.output.tables.tables import cells_table
 
-        args = arguments.parse(self.dipcells, "%dipcells", line)
+        args = arguments.parse_line(self.dipcells, "%dipcells", line)
         cells = list(self._main.history)
         shown = cells if args.all else [cell for cell in cells[:-LISTED] if not cell.done.done()] + cells[-LISTED:]
         print(cells_table([cell.row() for cell in shown]) if shown else "ddip: no cell has run on ranks yet")
 
-    @examples("%dipstatus", "%dipstatus --json          print JSON, for programs")
+    @with_examples("%dipstatus", "%dipstatus --json          print JSON, for programs")
     @magic_arguments()
     @argument("--json", action="store_true", help="Print JSON; docs/for_programs.md describes it.")
     @line_magic
@@ -96,7 +96,7 @@ class CellMagics(Magics):
 
         It lists the ranks, the last cells, and the last error of each rank.
         """
-        args = arguments.parse(self.dipstatus, "%dipstatus", line)
+        args = arguments.parse_line(self.dipstatus, "%dipstatus", line)
         group, history = self._main.group, self._main.history
         group = group if group is not None and group.alive else None
         if args.json:
@@ -104,7 +104,7 @@ class CellMagics(Magics):
         else:
             print(status_text(group, history))
 
-    @examples("%dipcell 12", "%dipcell          the last cell")
+    @with_examples("%dipcell 12", "%dipcell          the last cell")
     @magic_arguments()
     @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the last one.")
     @line_magic
@@ -112,7 +112,7 @@ class CellMagics(Magics):
         """Show the whole output of a cell again. If the cell still runs, later output also appears here."""
         from ddip.group.cells.again import show_again
 
-        args = arguments.parse(self.dipcell, "%dipcell", line)
+        args = arguments.parse_line(self.dipcell, "%dipcell", line)
         cells = list(self._main.history)
         if args.number is None and not cells:
             raise BadInput("%dipcell: no cell has run on ranks yet")
@@ -120,7 +120,7 @@ class CellMagics(Magics):
         comms = None if group is None or not group.alive else group.comms
         show_again(cells[-1] if args.number is None else self._find_cell("%dipcell", args.number), comms)
 
-    @examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")
+    @with_examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")
     @magic_arguments()
     @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; default: all background cells.")
     @argument(
@@ -133,7 +133,7 @@ class CellMagics(Magics):
         Without a number, it waits for all background cells that no one has waited for, and raises the error of the
         first that has failed. The stop button ends the wait; the cells continue.
         """
-        args = arguments.parse(self.dipwait, "%dipwait", line)
+        args = arguments.parse_line(self.dipwait, "%dipwait", line)
         seconds = None if args.timeout is None else arguments.parse_seconds(args.timeout, "-t", 0)
         numbers = [number for word in args.numbers for number in word.split(",") if number]
         cells = [
@@ -143,13 +143,13 @@ class CellMagics(Magics):
         if failed:
             raise self._failure_of(failed)
 
-    @examples("%dipstop 12", "%dipstop          the background cell")
+    @with_examples("%dipstop 12", "%dipstop          the background cell")
     @magic_arguments()
     @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the background cell.")
     @line_magic
     def dipstop(self, line: str = "") -> None:
         """Stop a background cell, as the stop button stops other cells. The ranks keep their variables."""
-        args = arguments.parse(self.dipstop, "%dipstop", line)
+        args = arguments.parse_line(self.dipstop, "%dipstop", line)
         if args.number is not None:
             cell = self._find_cell("%dipstop", args.number)
             if cell.done.done():
@@ -174,7 +174,7 @@ class CellMagics(Magics):
         """Show the current position of each rank: its innermost function, and the line of its cell."""
         from ddip.output.tables.tables import places_text, stacks_text
 
-        args = arguments.parse(self.dipstack, "%dipstack", line)
+        args = arguments.parse_line(self.dipstack, "%dipstack", line)
         group = self._main.require_group("%dipstack")
         stacks = group.stacks()
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}

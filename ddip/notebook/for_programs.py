@@ -28,7 +28,7 @@ from ddip.protocol.status_types import (
     GroupStatus,
     Status,
 )
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 if TYPE_CHECKING:
     from ddip.group.cells.cell import Cell
@@ -63,7 +63,7 @@ def call(name: str, arguments: str = "{}", before: float | None = None) -> Answe
             raise BadInput(f"{name}: no such function; the functions are {', '.join(FUNCTIONS)}")
         return _make_answer({"ok": FUNCTIONS[name](**json.loads(arguments))})
     except BaseException as error:  # including the stop button, which the program must learn of
-        return _make_answer({"error": type(error).__name__, "message": readable(str(error))})
+        return _make_answer({"error": type(error).__name__, "message": escape_surrogates(str(error))})
 
 
 def _make_answer(data: dict[str, Any]) -> Answer:
@@ -199,7 +199,7 @@ def value_data(value: Any) -> dict[str, Any]:
             text = ""
         if text and len(text) <= VALUE_CHARACTERS and json.loads(text) == plain:
             return {**data, "json": plain}
-    text = readable(repr(value))
+    text = escape_surrogates(repr(value))
     return {**data, "text": text[:VALUE_CHARACTERS], "truncated": len(text) > VALUE_CHARACTERS}
 
 

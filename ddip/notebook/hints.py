@@ -113,7 +113,7 @@ class Hints:
 
         lines = context.full_text.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-        asked = self._ask_rank_0(on_rank.complete, context.full_text, cursor)
+        asked = self._ask_rank_0(on_rank.complete_code, context.full_text, cursor)
         if asked is None:
             return {"completions": []}
         begin, answer = asked
@@ -131,7 +131,7 @@ class Hints:
         """Let rank 0 answer Tab if possible; replaces the ``do_complete`` of the kernel of an old IPython."""
         from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
-        asked = self._ask_rank_0(on_rank.complete, code, cursor)
+        asked = self._ask_rank_0(on_rank.complete_code, code, cursor)
         if asked is None or not asked[1]["matches"]:
             assert self._do_complete is not None
             return self._do_complete(code, cursor)
@@ -142,7 +142,7 @@ class Hints:
         """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
         from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
-        asked = self._ask_rank_0(lambda text, at: on_rank.inspect(text, at, detail_level), code, cursor)
+        asked = self._ask_rank_0(lambda text, at: on_rank.inspect_code(text, at, detail_level), code, cursor)
         if asked is not None and asked[1].get("found"):
             return asked[1]
         return self._inspect(code, cursor, detail_level, *args, **kwargs)
@@ -182,7 +182,7 @@ class Hints:
             return []
         from ddip.group.objects import modules
 
-        return [*filter(None, [modules.hint(text, group.ranks)])]
+        return [*filter(None, [modules.suggest_push(text, group.ranks)])]
 
     def _name_hints(self, error: CellError) -> list[str]:
         unknown: dict[str, list[int]] = {}

@@ -27,7 +27,7 @@ EXTENSIONS = "IPython.core.extensions"
 """Module of IPython's extension manager, which unloads and loads an extension to reload it without saying so."""
 
 
-def load(shell: InteractiveShell) -> None:
+def load_extension(shell: InteractiveShell) -> None:
     """Register the magics and start the preload process, if enabled; a reload keeps the existing magics."""
     kept = shell.magics_manager.registry.get(DipMagics.__name__)
     if isinstance(kept, DipMagics):
@@ -37,20 +37,20 @@ def load(shell: InteractiveShell) -> None:
             )
         return
     magics = DipMagics(shell)
-    modules = [apps.find(name) for name in magics.warm_apps]
+    modules = [apps.find_module(name) for name in magics.warm_apps]
     shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics))
     shell.register_magics(TrainingMagics(magics), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))
-    session.begin(magics)
+    session.set_current(magics)
     for library, features in compat.find_off(compat_ipython.NOTEBOOK).items():
         here = [feature for feature in features if feature != compat_ipython.COMPLETION or not hasattr(shell, "kernel")]
         if here:
             area.notify(compat.describe_off(library, here))
-    if magics.warm and not magics.spawn and preload_client.possible():
-        preload_client.begin(modules)
+    if magics.warm and not magics.spawn and preload_client.can_fork():
+        preload_client.ensure_process(modules)
 
 
-def unload(shell: InteractiveShell) -> None:
+def unload_extension(shell: InteractiveShell) -> None:
     """End the group and remove the magics; do nothing for ``%reload_ext``.
 
     IPython suggests ``%reload_ext`` if ddip is already loaded. It would reload only the top module ``ddip``, which does
@@ -58,22 +58,22 @@ def unload(shell: InteractiveShell) -> None:
     """
     if _is_reload():
         return
-    watch = registry.remove(shell, WatchMagics.__name__)
+    watch = registry.remove_magics(shell, WatchMagics.__name__)
     if watch is not None:
         watch.close()
     for magics_class in (ObjectMagics, TrainingMagics, Misplaced):
-        registry.remove(shell, magics_class.__name__)
-    cell_magics = registry.remove(shell, CellMagics.__name__)
+        registry.remove_magics(shell, magics_class.__name__)
+    cell_magics = registry.remove_magics(shell, CellMagics.__name__)
     if cell_magics is not None:
         cell_magics.close()
-    magics = registry.remove(shell, DipMagics.__name__)
-    session.end()
+    magics = registry.remove_magics(shell, DipMagics.__name__)
+    session.clear_current()
     if magics is not None:
         magics.end_group()
         magics.autodipper.close()
         magics.hints.close()
         area.forget_front_end(getattr(shell, "kernel", None))
-        preload_client.end()
+        preload_client.end_process()
 
 
 def _is_reload() -> bool:

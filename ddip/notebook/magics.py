@@ -14,7 +14,7 @@ from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestInterrupted, ranks_text
 from ddip.group.members import placement
 from ddip.notebook import arguments, both_sides
-from ddip.notebook.arguments import examples
+from ddip.notebook.arguments import with_examples
 from ddip.notebook.autodip import Autodip
 from ddip.notebook.hints import Hints
 from ddip.notebook.traits import Traits
@@ -55,7 +55,7 @@ class DipMagics(Traits):
 
     # -- %makedip
 
-    @examples(
+    @with_examples(
         "%makedip -n 4          start four ranks on the CPU",
         "%makedip -g all        start one rank per GPU",
         "%makedip -i            list the ranks",
@@ -121,7 +121,7 @@ class DipMagics(Traits):
         Without -n and -g, a new group has one rank on each GPU, or two ranks on the CPU. An existing group is changed:
         ranks that can stay keep their variables, and settings that you do not give stay as they are.
         """
-        args = arguments.parse(self.makedip, "%makedip", line)
+        args = arguments.parse_line(self.makedip, "%makedip", line)
         sets = self._apply_settings(args)
         if args.dry_run:
             print(arguments.job_script(args))
@@ -230,7 +230,7 @@ class DipMagics(Traits):
 
     # -- cells
 
-    @examples(
+    @with_examples(
         "%%dip                  run on every rank, show rank 0's output",
         "%%dip -S all           show all ranks' output, in tabs",
         "%%dip -r 0,2           run on these ranks only",
@@ -277,7 +277,7 @@ class DipMagics(Traits):
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
         """Run the cell on every rank; fails if it fails on any."""
-        args = arguments.parse(self.dip, "%%dip", line)
+        args = arguments.parse_line(self.dip, "%%dip", line)
         if args.where not in PLACES:
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
         if args.bg and args.where != "remote":
@@ -330,7 +330,7 @@ class DipMagics(Traits):
             raise LocalCellFailed("the cell failed in the notebook")
         return output
 
-    @examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
+    @with_examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
     @magic_arguments()
     @argument("switch", nargs="?", metavar="on|off", help="Turn it on or off; default: show the state.")
     @argument("-a", "--args", metavar="ARGUMENTS", help='Arguments for each %%%%dip, in quotes: -a "-S all".')
@@ -341,12 +341,12 @@ class DipMagics(Traits):
         DipMagics.local_magics lists these magics. Cells that consist of %cd, %env, %set_env, %load_ext autoreload,
         %autoreload and %aimport run in the notebook and on the ranks.
         """
-        args = arguments.parse(self.autodip, "%autodip", line)
+        args = arguments.parse_line(self.autodip, "%autodip", line)
         if args.switch not in (None, "on", "off"):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
             self.require_group("%autodip on")
-            arguments.parse(self.dip, "%%dip", args.args or "")
+            arguments.parse_line(self.dip, "%%dip", args.args or "")
             self.autodipper.on(args.args or "")
         elif args.args is not None:
             raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')

@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.errors import BadInput, ranks_text
 from ddip.notebook import arguments
-from ddip.notebook.arguments import examples
+from ddip.notebook.arguments import with_examples
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -48,7 +48,7 @@ class ObjectMagics(Magics):
         check_names(names, magic)
         return group, names, chosen
 
-    @examples("%dipush ratings path", "%dipush model -r 1", "%dipush --modules utils,models")
+    @with_examples("%dipush ratings path", "%dipush model -r 1", "%dipush --modules utils,models")
     @magic_arguments()
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Push to these ranks only.")
     @argument(
@@ -63,7 +63,7 @@ class ObjectMagics(Magics):
 
         Large objects cross the network once per host.
         """
-        args = arguments.parse(self.dipush, "%dipush", line)
+        args = arguments.parse_line(self.dipush, "%dipush", line)
         if args.modules is not None:
             self._push_modules(args.modules)
             if not args.names and args.ranks is None:
@@ -95,7 +95,9 @@ class ObjectMagics(Magics):
         for notice in pushed.notices:
             print(f"ddip: {notice}")
 
-    @examples("%dipull model losses", "%dipull losses -r all", "%dipull --now losses    while the ranks run a cell")
+    @with_examples(
+        "%dipull model losses", "%dipull losses -r all", "%dipull --now losses    while the ranks run a cell"
+    )
     @magic_arguments()
     @argument(
         "-r",
@@ -122,7 +124,7 @@ class ObjectMagics(Magics):
         two tensors. Variables are available as soon as the cell has assigned them; local variables of functions are
         not.
         """
-        args = arguments.parse(self.dipull, "%dipull", line)
+        args = arguments.parse_line(self.dipull, "%dipull", line)
         seconds = arguments.peek_timeout(args, line)
         group, names, ranks = self._parse_names("%dipull", args.names, args.ranks or ["0"])
         assert ranks is not None
@@ -137,7 +139,7 @@ class ObjectMagics(Magics):
         self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
         _print_moved(moved)
 
-    @examples("%dipshards model", "%dipshards model.encoder")
+    @with_examples("%dipshards model", "%dipshards model.encoder")
     @magic_arguments()
     @argument("name", nargs="?", metavar="MODEL", help="Variable of the ranks, or a part of it, such as model.encoder.")
     @line_magic
@@ -150,7 +152,7 @@ class ObjectMagics(Magics):
         """
         from IPython.display import display
 
-        args = arguments.parse(self.dipshards, "%dipshards", line)
+        args = arguments.parse_line(self.dipshards, "%dipshards", line)
         group = self._main.require_group("%dipshards")
         if args.name is None or not all(part.isidentifier() or part.isdigit() for part in args.name.split(".")):
             typed = f"%dipshards {args.name}" if args.name else "%dipshards"

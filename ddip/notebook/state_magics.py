@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.errors import BadInput
 from ddip.notebook import arguments
-from ddip.notebook.arguments import examples
+from ddip.notebook.arguments import with_examples
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -29,7 +29,7 @@ class TrainingMagics(Magics):
         super().__init__(shell=main.shell)
         self._main = main
 
-    @examples("%dipcheck", "%dipcheck model opt")
+    @with_examples("%dipcheck", "%dipcheck model opt")
     @magic_arguments()
     @argument("names", nargs="*", help="Variables of the ranks; default: all.")
     @line_magic
@@ -40,14 +40,14 @@ class TrainingMagics(Magics):
         """
         from IPython.display import display
 
-        args = arguments.parse(self.dipcheck, "%dipcheck", line)
+        args = arguments.parse_line(self.dipcheck, "%dipcheck", line)
         table = self._main.require_group("%dipcheck").check(_checked_names(args.names, "%dipcheck"))
         if not table.rows:
             print(f"ddip: {table.summary}")
         else:
             display({"text/plain": str(table), "text/html": table.to_html()}, raw=True)
 
-    @examples("%dipsync                      objects that differ after a fault", "%dipsync model opt --from 1")
+    @with_examples("%dipsync                      objects that differ after a fault", "%dipsync model opt --from 1")
     @magic_arguments()
     @argument("names", nargs="*", help="Variables of the ranks; default: all that differ after a fault.")
     @argument("--from", dest="source", metavar="RANK", default="0", help="Rank to copy from; default 0.")
@@ -57,7 +57,7 @@ class TrainingMagics(Magics):
 
         Tensors, wrappers and optimizers stay the same objects. Sharded objects are refused: each rank has its own part.
         """
-        args = arguments.parse(self.dipsync, "%dipsync", line)
+        args = arguments.parse_line(self.dipsync, "%dipsync", line)
         group = self._main.require_group("%dipsync")
         names = _checked_names(args.names, "%dipsync")
         (source,) = arguments.parse_ranks([args.source], group.world_size, "--from")

@@ -23,7 +23,7 @@ from ddip.cluster import folder
 from ddip.errors import BadInput, GroupError
 from ddip.guard import Guard
 from ddip.notebook import arguments
-from ddip.notebook.arguments import examples
+from ddip.notebook.arguments import with_examples
 from ddip.output.area import CellOutputArea, cell_number, is_page, new_id
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class WatchMagics(Magics):
         self._main = main
         self._view: LiveView | None = None
 
-    @examples(
+    @with_examples(
         "%dipwatch              show a live table of the ranks below this cell",
         "%dipwatch off          end the view",
         "%dipwatch --once       print the table once",
@@ -70,7 +70,7 @@ class WatchMagics(Magics):
         ranks in collectives, CPU time, memory, GPU use if nvidia-ml-py is installed, and the current line. A rank that
         waits little while all others wait much is named as the straggler.
         """
-        args = arguments.parse(self.dipwatch, "%dipwatch", line)
+        args = arguments.parse_line(self.dipwatch, "%dipwatch", line)
         if args.switch not in (None, "on", "off") or (args.switch == "off" and args.once):
             raise BadInput(f"%dipwatch {line.strip()}: type %dipwatch, %dipwatch off, or %dipwatch --once")
         if args.switch == "off":
@@ -180,9 +180,9 @@ class LiveView:
 
     @property
     def _look_seconds(self) -> float:
-        from ddip.group.watching.vitals import period
+        from ddip.group.watching.vitals import sample_period
 
-        return period(self.group.spec.size)
+        return sample_period(self.group.spec.size)
 
     def _update(self) -> bool:
         """Poll the ranks and update the table; return True if any rank is active."""

@@ -77,7 +77,7 @@ _notice_area: ContextVar[CellOutputArea | None] = ContextVar("ddip_notice_area",
 """The background cell below which this thread's notices belong; None: the running cell."""
 
 
-def publish(data: Bundle, metadata: Bundle | None = None, *, transient: Bundle, update: bool) -> None:
+def publish_bundle(data: Bundle, metadata: Bundle | None = None, *, transient: Bundle, update: bool) -> None:
     """Display a MIME bundle without changing ``__main__``.
 
     In a script, IPython creates a shell for the display, whose module would replace ``__main__``.
@@ -101,7 +101,7 @@ class CellOutputArea:
         self._kernel = getattr(shell, "kernel", None)
         self.script = _is_script(shell)
         """True if no one types cells here."""
-        self._parent = request()
+        self._parent = current_request()
         self._number = cell_number()
         self._stream = ""
         self.capturing = ""
@@ -148,13 +148,13 @@ class CellOutputArea:
         if not self.closed:
             if stream != self._stream:  # keeps the order of the two streams
                 self._stream = stream
-                flush()
-            _write(stream, text)
+                flush_streams()
+            _write_stream(stream, text)
         elif self.rich:
             self._send("stream", {"name": stream, "text": text})
         elif self.script or self.waited_for:
-            _write(stream, text)
-            flush()
+            _write_stream(stream, text)
+            flush_streams()
         else:
             with _lock:
                 _late_texts.append("".join(f"[cell {self._number}] {line}\n" for line in text.splitlines()))
@@ -167,8 +167,8 @@ class CellOutputArea:
         if self.remembers and display_id is not None:
             self._shown[display_id] = data, metadata
         if not self.closed:
-            flush()
-            publish(data, metadata, transient=transient, update=update)
+            flush_streams()
+            publish_bundle(data, metadata, transient=transient, update=update)
         elif self.rich:
             kind = "update_display_data" if update else "display_data"
             self._send(kind, {"data": data, "metadata": metadata or {}, "transient": transient})
@@ -189,7 +189,7 @@ class CellOutputArea:
     def clear(self, wait: bool) -> None:
         """Clear the cell's output; with `wait`, when the next output comes."""
         if not self.closed:
-            flush()
+            flush_streams()
             clear_output(wait)
         elif self.rich:
             self._send("clear_output", {"wait": wait})
@@ -198,7 +198,7 @@ class CellOutputArea:
         """Forward a widget message to the page."""
         if self._kernel is not None:
             if not self.closed:
-                flush()
+                flush_streams()
             header = message["header"]
             self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))
 
@@ -243,7 +243,7 @@ def cell_number() -> int | None:
     return len(shell.history_manager.input_hist_parsed) - 1  # type: ignore[union-attr]
 
 
-def request() -> dict[str, Any] | None:
+def current_request() -> dict[str, Any] | None:
     """Return the request of the running notebook cell; None without a kernel."""
     kernel = getattr(get_ipython(), "kernel", None)
     return None if kernel is None else kernel.get_parent("shell")  # type: ignore[no-any-return]
@@ -254,13 +254,13 @@ def new_id() -> str:
     return f"{OUR_IDS}{uuid.uuid4().hex[:12]}"
 
 
-def _write(stream: str, text: str) -> None:
+def _write_stream(stream: str, text: str) -> None:
     file = sys.stderr if stream == "stderr" else sys.stdout
     if file is not None:  # None if it was closed when Python started
         file.write(text)
 
 
-def flush() -> None:
+def flush_streams() -> None:
     """Flush stdout and stderr, so that their text reaches the page before the next message."""
     for file in (sys.stdout, sys.stderr):
         if file is not None:
@@ -283,8 +283,8 @@ def notify(text: str) -> None:
     if page is not None:
         page.write("stderr", f"ddip: {text}\n")
         return
-    _write("stderr", f"ddip: {text}\n")
-    flush()
+    _write_stream("stderr", f"ddip: {text}\n")
+    flush_streams()
 
 
 class Notice:
@@ -309,8 +309,8 @@ class Notice:
         if self._page is not None:
             self._page.show(data, display_id=self._id, update=update)
             return
-        flush()
-        publish(data, transient={"display_id": self._id}, update=update)
+        flush_streams()
+        publish_bundle(data, transient={"display_id": self._id}, update=update)
 
 
 def stop_name() -> str:
@@ -324,8 +324,8 @@ def notify_late() -> None:
         texts = list(_late_texts)
         _late_texts.clear()
     if texts:
-        _write("stdout", "".join(texts))
-        flush()
+        _write_stream("stdout", "".join(texts))
+        flush_streams()
 
 
 PAGES = ("page", "set_next_input")

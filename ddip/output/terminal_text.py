@@ -80,7 +80,7 @@ class Screen:
     @property
     def unfinished(self) -> bool:
         """True if the cursor is in a line that is not finished."""
-        return bool(self._rows_up or plain(self._tail[-1]).strip())
+        return bool(self._rows_up or strip_escapes(self._tail[-1]).strip())
 
     @property
     def text(self) -> str:
@@ -142,7 +142,7 @@ class Screen:
                 self._overwrite(token)
 
     def _cursor_column(self) -> int:
-        return len(plain(self._tail[-1 - self._rows_up])) if self._column is None else self._column
+        return len(strip_escapes(self._tail[-1 - self._rows_up])) if self._column is None else self._column
 
     def _apply_escape(self, token: str) -> None:
         digits = re.sub(r"\D", "", token)
@@ -258,7 +258,7 @@ def _count_text(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
-def plain(text: str) -> str:
+def strip_escapes(text: str) -> str:
     """Return `text` without escape sequences."""
     return ESCAPE.sub("", text)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ddip.output.terminal_text import Screen, moves_cursor, plain
+from ddip.output.terminal_text import Screen, moves_cursor, strip_escapes
 
 Bundle = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -220,7 +220,7 @@ def _all_displays(items: list[Item]) -> list[Display]:
     return found
 
 
-def labelled(label: str, data: Bundle) -> Bundle:
+def add_label(label: str, data: Bundle) -> Bundle:
     """Return `data` with `label` before its plain text; rich forms do not change."""
     text = data.get("text/plain", "")
     return {**data, "text/plain": f"{label} {text}" if "\n" not in text else f"{label}\n{text}"}
@@ -244,9 +244,9 @@ def plain_of(items: Sequence[Item], most: int | None = None) -> str:
             if item.blank:
                 continue
             text = item.screen.text if most is None else item.screen.live_text(most)
-            parts.append(plain(text).rstrip("\n"))
+            parts.append(strip_escapes(text).rstrip("\n"))
         elif isinstance(item, Area):
             parts.append(plain_of(item.items, most))
         elif not item.below:
-            parts.append(plain(item.source))
+            parts.append(strip_escapes(item.source))
     return "\n".join(part for part in parts if part)

@@ -31,16 +31,16 @@ def state_in(message: Message) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def parts(state: object) -> set[str]:
+def referenced_ids(state: object) -> set[str]:
     """Return the IDs of the widgets that `state` refers to, such as children, a layout or a style."""
     if isinstance(state, str):
         return {state.removeprefix(REFERENCE)} if state.startswith(REFERENCE) else set()
     if isinstance(state, dict):
         state = list(state.values())
-    return set().union(*map(parts, state)) if isinstance(state, list | tuple) else set()
+    return set().union(*map(referenced_ids, state)) if isinstance(state, list | tuple) else set()
 
 
-def merge(opened: Message, changed: Message) -> None:
+def merge_state(opened: Message, changed: Message) -> None:
     """Merge the state in `changed`, and its binary buffers, into the message that opens the widget."""
     state = state_in(opened)
     if not state:
@@ -72,7 +72,7 @@ TAG = re.compile(r"<[^>]*>")
 
 
 @dataclass
-class Shown:
+class ShownBar:
     """A displayed progress bar."""
 
     cell: Any
@@ -91,7 +91,7 @@ class WidgetBars:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._models: dict[str, dict[str, Any]] = {}
-        self._shown: collections.OrderedDict[str, Shown] = collections.OrderedDict()
+        self._shown: collections.OrderedDict[str, ShownBar] = collections.OrderedDict()
         """Bars by the ID of the displayed widget; the one that moved last is at the end."""
         self._within: dict[str, str] = {}
         """The displayed widget that contains each widget, by ID."""
@@ -132,11 +132,11 @@ class WidgetBars:
             if not any(self._models[part]["_model_name"] in BARS for part in ids):
                 return None
             if model not in self._shown:
-                self._shown[model] = Shown(cell, rank, new_id(), data, metadata)
+                self._shown[model] = ShownBar(cell, rank, new_id(), data, metadata)
             self._within.update(dict.fromkeys(ids, model))
             return self._shown[model].display_id
 
-    def moved(self) -> list[Shown]:
+    def moved(self) -> list[ShownBar]:
         """Return the bars whose text has changed since the last call."""
         with self._lock:
             moved, self._moved = list(self._moved), {}
@@ -239,7 +239,7 @@ class Comms(Protocol):
         """Send the widget, and those in it, to `page`, unless the page has them."""
 
 
-def replay(view: Plain, rank: int, items: Sequence[Item]) -> None:
+def replay_items(view: Plain, rank: int, items: Sequence[Item]) -> None:
     """Show `items` of `rank` again in `view`."""
     for item in items:
         if isinstance(item, Text):
@@ -247,4 +247,4 @@ def replay(view: Plain, rank: int, items: Sequence[Item]) -> None:
         elif isinstance(item, Display):
             view.display(rank, item.data, item.metadata, item.display_id)
         elif isinstance(item, Area):
-            replay(view, rank, item.items)
+            replay_items(view, rank, item.items)

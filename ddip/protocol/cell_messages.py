@@ -15,7 +15,7 @@ REPLY = "ddip_cell_reply"
 """Types of the two messages. ipykernel derives the second from the first when it aborts a queued cell."""
 
 
-class Asked(TypedDict, total=False):
+class CellOptions(TypedDict, total=False):
     """Facts about a cell that a rank needs besides its code."""
 
     number: int
@@ -41,7 +41,7 @@ class CellRequest(TypedDict):
     silent: bool
     """True if the cell has no output and is left out of the history."""
     history: bool
-    asked: Asked
+    asked: CellOptions
 
 
 class CellReply(TypedDict, total=False):

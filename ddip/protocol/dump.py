@@ -18,7 +18,7 @@ SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else Non
 FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
-def listen(folder: Path, pid: int) -> None:
+def register_handler(folder: Path, pid: int) -> None:
     """Register a handler that writes the main thread's stack to a file in `folder` on each SIGNAL.
 
     `pid` is this process; the file is `file_of` it.

@@ -1,7 +1,7 @@
 """List the functions of ``ddip.rank`` that the notebook calls, one row per function: its types and a label for users.
 
-    notebook    ranks.ask(to, on_rank.clock())  -->  RemoteCall("profiling.profiling.clock", ())  -->  message
-    rank        message  -->  call("profiling.profiling.clock")  -->  ddip.rank.profiling.profiling.clock()
+    notebook    ranks.ask(to, on_rank.read_clock())  -->  RemoteCall("profiling.profiling.read_clock", ())  -->  message
+    rank        message  -->  call("profiling.profiling.read_clock")  -->  ddip.rank.profiling.profiling.read_clock()
 
 ``tests/unit/test_on_rank.py`` compares these types with those of the functions. Calls on the control channel travel as
 JSON, so that a tuple arrives as a list. Answers may contain bytes.
@@ -17,22 +17,22 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from ddip.protocol.rank_spec import RankSpec
 from ddip.protocol.reports import (
+    AdviceReport,
     Begun,
     CallNotes,
-    Checked,
     Compared,
     Described,
     Ends,
     Figures,
-    Going,
     Hello,
     IterationFacts,
-    Packed,
+    LostObjects,
+    PackedObjects,
     Paths,
     Peeked,
     Place,
     ProfileReport,
-    Put,
+    PushResult,
     ShardsReport,
     Synced,
     Vitals,
@@ -83,16 +83,16 @@ def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callabl
 # -- on the main thread, where a cell runs
 
 
-@remote("process_group.membership.join", "forming the group")
-def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
+@remote("process_group.membership.join_group", "forming the group")
+def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
 
 
-@remote("process_group.membership.leave", "leaving the group")
-def leave() -> Going: ...
+@remote("process_group.membership.leave_group", "leaving the group")
+def leave_group() -> LostObjects: ...
 
 
-@remote("objects.wrappers.revive", "reviving DDP wrappers")
-def revive() -> int: ...
+@remote("objects.wrappers.revive_wrappers", "reviving DDP wrappers")
+def revive_wrappers() -> int: ...
 
 
 @remote("runtime.process_settings.find_changed", "reading settings of the process")
@@ -103,110 +103,110 @@ def find_changed_settings() -> dict[str, bytes]: ...
 def take_over_settings(changed: dict[str, bytes]) -> list[tuple[str, str]]: ...
 
 
-@remote("objects.iteration.facts", "looking at the training state")
+@remote("objects.iteration.iteration_facts", "looking at the training state")
 def iteration_facts() -> IterationFacts: ...
 
 
-@remote("objects.iteration.reset", "resetting the training iteration")
+@remote("objects.iteration.reset_iteration", "resetting the training iteration")
 def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]: ...
 
 
-@remote("process_group.membership.check", "using the group")
-def check() -> None: ...
+@remote("process_group.membership.check_group", "using the group")
+def check_group() -> None: ...
 
 
-@remote("objects.rank_transfer.put", "pushing")
-def put(
+@remote("objects.rank_transfer.apply_push", "pushing")
+def apply_push(
     push: int, places: list[Place], along: list[str], small: bytes | bytearray = b"", paths: Paths | None = None
-) -> Put: ...
+) -> PushResult: ...
 
 
-@remote("objects.rank_transfer.lacking", "pushing")
-def lacking(names: list[str]) -> list[str]: ...
+@remote("objects.rank_transfer.lacking_names", "pushing")
+def lacking_names(names: list[str]) -> list[str]: ...
 
 
-@remote("objects.rank_transfer.add", "pushing")
-def add(load: int, part: bytes, first: bool, share: bool) -> str: ...
+@remote("objects.rank_transfer.append_part", "pushing")
+def append_part(load: int, part: bytes, first: bool, share: bool) -> str: ...
 
 
-@remote("objects.rank_transfer.attach", "pushing")
-def attach(load: int, path: str, size: int) -> bool: ...
+@remote("objects.rank_transfer.attach_load", "pushing")
+def attach_load(load: int, path: str, size: int) -> bool: ...
 
 
-@remote("objects.rank_transfer.settle", "pushing")
-def settle() -> None: ...
+@remote("objects.rank_transfer.settle_push", "pushing")
+def settle_push() -> None: ...
 
 
-@remote("objects.rank_transfer.drop", "pushing")
-def drop(push: int = 0) -> None: ...
+@remote("objects.rank_transfer.drop_transfers", "pushing")
+def drop_transfers(push: int = 0) -> None: ...
 
 
-@remote("objects.rank_modules.write", "pushing modules")
-def write_modules(folder: str, name: str, files: dict[str, bytes]) -> None: ...
+@remote("objects.rank_modules.write_module", "pushing modules")
+def write_module(folder: str, name: str, files: dict[str, bytes]) -> None: ...
 
 
-@remote("objects.rank_modules.take", "pushing modules")
+@remote("objects.rank_modules.take_modules", "pushing modules")
 def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]: ...
 
 
-@remote("objects.rank_transfer.pack", "pulling")
-def pack(names: list[str], most: int, share: bool, known: str) -> Packed: ...
+@remote("objects.rank_transfer.pack_variables", "pulling")
+def pack_variables(names: list[str], most: int, share: bool, known: str) -> PackedObjects: ...
 
 
-@remote("objects.rank_transfer.part", "pulling")
-def part(name: str, begin: int, end: int) -> bytes: ...
+@remote("objects.rank_transfer.pull_part", "pulling")
+def pull_part(name: str, begin: int, end: int) -> bytes: ...
 
 
-@remote("kernel.app_hooks.prepare", "preparing the app")
+@remote("kernel.app_hooks.prepare_app", "preparing the app")
 def prepare_app(module: str) -> None: ...
 
 
-@remote("kernel.app_hooks.release", "releasing the app")
+@remote("kernel.app_hooks.release_app", "releasing the app")
 def release_app(module: str) -> None: ...
 
 
-@remote("kernel.app_hooks.rejoined", "notifying the app of the rebuilt group")
-def tell_app_rejoined(module: str) -> None: ...
+@remote("kernel.app_hooks.notify_app_rejoined", "notifying the app of the rebuilt group")
+def notify_app_rejoined(module: str) -> None: ...
 
 
-@remote("kernel.app_hooks.command", "the app's command")
-def command_app(module: str, text: str) -> str | None: ...
+@remote("kernel.app_hooks.run_app_command", "the app's command")
+def run_app_command(module: str, text: str) -> str | None: ...
 
 
-@remote("objects.shards_report.describe", "looking at the model")
+@remote("objects.shards_report.describe_shards", "looking at the model")
 def describe_shards(name: str) -> ShardsReport: ...
 
 
-@remote("profiling.profiling.prepare", "preparing the profile")
+@remote("profiling.profiling.prepare_profile", "preparing the profile")
 def prepare_profile() -> None: ...
 
 
-@remote("profiling.profiling.collect", "collecting the profile")
+@remote("profiling.profiling.collect_profile", "collecting the profile")
 def collect_profile(path: str) -> ProfileReport: ...
 
 
-@remote("profiling.profiling.part", "fetching the trace")
+@remote("profiling.profiling.trace_part", "fetching the trace")
 def trace_part(begin: int, end: int) -> bytes: ...
 
 
-@remote("objects.names.complete", "looking for names")
-def complete(code: str, cursor: int) -> dict[str, Any]: ...
+@remote("objects.names.complete_code", "looking for names")
+def complete_code(code: str, cursor: int) -> dict[str, Any]: ...
 
 
-@remote("objects.names.inspect", "looking for help")
-def inspect(code: str, cursor: int, detail: int) -> dict[str, Any]: ...
+@remote("objects.names.inspect_code", "looking for help")
+def inspect_code(code: str, cursor: int, detail: int) -> dict[str, Any]: ...
 
 
-@remote("inspection.compare", "comparing the variables")
-def compare(cells: list[str], after_fault: bool) -> Compared: ...
+@remote("inspection.hash_variables", "comparing the variables")
+def hash_variables(cells: list[str], after_fault: bool) -> Compared: ...
 
 
-@remote("inspection.snapshots", "comparing the variables")
-def snapshots(failed: str) -> list[str]: ...
+@remote("inspection.list_snapshots", "comparing the variables")
+def list_snapshots(failed: str) -> list[str]: ...
 
 
-@remote("inspection.describe", "comparing the variables")
-def describe(hashes: list[int]) -> dict[int, Described]: ...
+@remote("inspection.describe_paths", "comparing the variables")
+def describe_paths(hashes: list[int]) -> dict[int, Described]: ...
 
 
 @remote("inspection.rank_marks", "comparing the variables")
@@ -217,71 +217,71 @@ def rank_marks(rank: int) -> list[int]: ...
 def refuse_stale(marks: list[int], size: int) -> list[str]: ...
 
 
-@remote("inspection.advise", "checking the variables")
-def advise(names: list[str], size: int) -> Checked: ...
+@remote("inspection.find_advice", "checking the variables")
+def find_advice(names: list[str], size: int) -> AdviceReport: ...
 
 
-@remote("inspection.sync", "copying the state of a rank")
+@remote("inspection.sync_state", "copying the state of a rank")
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced: ...
 
 
 # -- on the control thread, while a cell runs
 
 
-@remote("runtime.housekeeping.hello")
-def hello() -> Hello: ...
+@remote("runtime.housekeeping.make_hello")
+def make_hello() -> Hello: ...
 
 
-@remote("runtime.housekeeping.figures")
-def figures() -> Figures: ...
+@remote("runtime.housekeeping.rank_figures")
+def rank_figures() -> Figures: ...
 
 
-@remote("process_group.rank_vitals.now")
-def vitals(every: float, keep: float) -> Vitals: ...
+@remote("process_group.rank_vitals.current_vitals")
+def current_vitals(every: float, keep: float) -> Vitals: ...
 
 
 @remote("runtime.housekeeping.set_collect")
 def set_collect(collect: bool) -> None: ...
 
 
-@remote("runtime.stacks.here")
-def here() -> dict[str, Any]: ...
+@remote("runtime.stacks.main_thread_location")
+def main_thread_location() -> dict[str, Any]: ...
 
 
 @remote("process_group.pending.whole_stack")
 def whole_stack() -> dict[str, Any]: ...
 
 
-@remote("runtime.stacks.pulse")
-def pulse() -> tuple[int, float]: ...
+@remote("runtime.stacks.main_thread_pulse")
+def main_thread_pulse() -> tuple[int, float]: ...
 
 
-@remote("runtime.stacks.phase")
-def phase() -> str: ...
+@remote("runtime.stacks.main_thread_phase")
+def main_thread_phase() -> str: ...
 
 
-@remote("native.sockets.connections")
-def connections() -> list[Ends]: ...
+@remote("native.sockets.tcp_connections")
+def tcp_connections() -> list[Ends]: ...
 
 
-@remote("process_group.membership.release")
-def release(store: str, connections: list[Ends]) -> bool: ...
+@remote("process_group.membership.release_group")
+def release_group(store: str, connections: list[Ends]) -> bool: ...
 
 
-@remote("runtime.stores.listen")
-def listen(address: str) -> int: ...
+@remote("runtime.stores.serve_store")
+def serve_store(address: str) -> int: ...
 
 
 @remote("process_group.membership.forget_gone")
 def forget_gone() -> None: ...
 
 
-@remote("process_group.membership.adopt")
-def adopt(former_port: int, port: int) -> bool: ...
+@remote("process_group.membership.adopt_group")
+def adopt_group(former_port: int, port: int) -> bool: ...
 
 
-@remote("process_group.collectives.begun")
-def begun() -> Begun: ...
+@remote("process_group.collectives.begun_operations")
+def begun_operations() -> Begun: ...
 
 
 @remote("process_group.collectives.line_of")
@@ -296,25 +296,25 @@ def set_groups_made(count: int) -> None: ...
 def is_recorded(whole: bool) -> bool: ...
 
 
-@remote("objects.rank_peek.take", own_thread=True)
+@remote("objects.rank_peek.take_peek", own_thread=True)
 def take_peek(number: int, names: list[str], most: int, known: str) -> Peeked: ...
 
 
-@remote("objects.rank_peek.part")
+@remote("objects.rank_peek.part_of_peek")
 def part_of_peek(number: int, name: str, begin: int, end: int) -> bytes: ...
 
 
-@remote("objects.rank_peek.drop")
+@remote("objects.rank_peek.drop_peek")
 def drop_peek(number: int) -> dict[str, Any]: ...
 
 
-@remote("profiling.profiling.clock")
-def clock() -> int: ...
+@remote("profiling.profiling.read_clock")
+def read_clock() -> int: ...
 
 
-@remote("objects.names.has")
+@remote("objects.names.has_name")
 def has_name(name: str) -> bool: ...
 
 
-@remote("kernel.call_runner.forget")
-def forget_call() -> CallNotes: ...
+@remote("kernel.call_runner.drop_call_answer")
+def drop_call_answer() -> CallNotes: ...

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -21,7 +21,7 @@ BYTES = "ddip bytes"
 """Key of the JSON object that replaces bytes; its value is the index of the buffer."""
 
 
-def call(target: str, *args: Any) -> dict[str, Any]:
+def call_target(target: str, *args: Any) -> dict[str, Any]:
     """Run the function `target`, ``module.function`` of ``ddip.rank``, in this process, which is a rank.
 
     Returns ``{"ok": result}``, or ``{"error": name, "message": text, "traceback": text}``: never an exception object,
@@ -35,8 +35,8 @@ def call(target: str, *args: Any) -> dict[str, Any]:
     except BaseException as error:  # see above
         return {
             "error": type(error).__name__,
-            "message": readable(str(error)),
-            "traceback": readable(traceback.format_exc()),
+            "message": escape_surrogates(str(error)),
+            "traceback": escape_surrogates(traceback.format_exc()),
         }
 
 

@@ -122,7 +122,7 @@ Paths: TypeAlias = dict[int, tuple[str, int]]
 """Path and size in bytes of each load, by number, for processes of the same host to read."""
 
 
-class Put(TypedDict):
+class PushResult(TypedDict):
     """Result of a push on one rank."""
 
     errors: dict[str, str]
@@ -133,7 +133,7 @@ class Put(TypedDict):
     """True if the rank still keeps a replaced value that may be large or hold resources."""
 
 
-class Packed(TypedDict):
+class PackedObjects(TypedDict):
     """Pickled objects of a rank, by name."""
 
     values: dict[str, bytearray]
@@ -163,7 +163,7 @@ class CallNotes(TypedDict):
     """Variables that the call used because the notebook's was not sent, with the reason."""
 
 
-class Peeked(Packed):
+class Peeked(PackedObjects):
     """Pickled objects of a rank, read while a cell may be running."""
 
     busy: bool
@@ -172,7 +172,7 @@ class Peeked(Packed):
     """Operation that the cell was inside while tensor memory was copied; empty: none."""
 
 
-class Going(TypedDict):
+class LostObjects(TypedDict):
     """Objects lost with the groups that a rank has left, until the user has been told."""
 
     wrappers: int
@@ -210,7 +210,7 @@ class ShardsReport(TypedDict):
     """None: the variable is not a module."""
 
 
-class AtRest(TypedDict):
+class ChangedConstant(TypedDict):
     """A flag, constant or empty container that was the same after good cells and that a fault has changed."""
 
     path: str
@@ -229,7 +229,7 @@ class Compared(TypedDict):
     former: bytes
     """State after the second to last good cell; empty: unknown."""
     has_history: bool
-    at_rest: list[AtRest]
+    at_rest: list[ChangedConstant]
     is_cut: bool
     """True if there are more objects than ddip compares."""
 
@@ -264,7 +264,7 @@ class Advice(TypedDict):
     todo: str
 
 
-class Checked(TypedDict):
+class AdviceReport(TypedDict):
     """Advice of ``%dipcheck`` that needs no comparison between ranks."""
 
     advice: list[Advice]
@@ -318,7 +318,7 @@ class AbortedTensor(TypedDict):
     restored: bool
 
 
-class Caught(TypedDict):
+class CaughtError(TypedDict):
     """An error that the cell itself caught and displayed."""
 
     name: str
@@ -326,7 +326,7 @@ class Caught(TypedDict):
     traceback: list[str]
 
 
-class SettingLeft(TypedDict):
+class ChangedSetting(TypedDict):
     """A setting of the process that a cell has left with a different value."""
 
     left: str
@@ -372,9 +372,9 @@ class CellReport(Released, total=False):
     gpu: GpuState
     gpu_lost: str
     """Error message of the GPU if its context is lost."""
-    caught: Caught
+    caught: CaughtError
     aborted: list[AbortedTensor]
-    settings: list[SettingLeft]
+    settings: list[ChangedSetting]
     """Settings of the process that the cell has left changed."""
     replaced: dict[str, str]
     """New value, in words, of ``rank`` or ``world_size`` if the cell has overwritten it."""

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 
-def readable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Return `text` with each lone surrogate replaced by its escape."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _clean(content: Any) -> Any:
-    """Apply `readable` to all strings in a message, including the keys of its dicts."""
+def _escape_content(content: Any) -> Any:
+    """Apply `escape_surrogates` to all strings in a message, including the keys of its dicts."""
     if isinstance(content, str):
-        return readable(content)
+        return escape_surrogates(content)
     if isinstance(content, dict):
-        return {_clean(key): _clean(value) for key, value in content.items()}
+        return {_escape_content(key): _escape_content(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_clean(part) for part in content]
+        return [_escape_content(part) for part in content]
     return content
 
 
-def packing(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+def accept_surrogates(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     """Wrap `pack`, a function that serializes part of a message, so that it accepts lone surrogates.
 
     It packs a message without them once, at no extra cost.
@@ -35,6 +35,6 @@ def packing(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
         try:
             return pack(content)
         except UnicodeEncodeError:
-            return pack(_clean(content))
+            return pack(_escape_content(content))
 
     return pack_any

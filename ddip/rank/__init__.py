@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def namespace() -> dict[str, Any]:
+def user_namespace() -> dict[str, Any]:
     """Return the namespace in which cells run."""
     from IPython.core.getipython import get_ipython
 

@@ -13,7 +13,7 @@ from jupyter_server.serverapp import ServerApp
 from ddip.server import tokens
 
 
-def server() -> ServerApp:
+def authorized_server() -> ServerApp:
     """Return this process's Jupyter server if the current request has its token; raise ToolError if not."""
     if not ServerApp.initialized():
         raise ToolError("there is no Jupyter server in this process; ddip's tools are for jupyter-server-mcp")

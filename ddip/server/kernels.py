@@ -38,7 +38,7 @@ class KernelBusy(KernelError):
     """The kernel was busy with something else; the call was not made."""
 
 
-async def ask(manager: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
+async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
     """Call the function `name` in the kernel of `manager` and return its result.
 
     Raises KernelError, for example if the call takes longer than `seconds`, and KernelBusy if it could not begin.
@@ -102,7 +102,9 @@ async def _wait_until_connected(manager: Any, client: Any) -> None:
         message = client.session.msg("kernel_info_request", {})
         client.control_channel.send(message)
         request_ids.add(message["header"]["msg_id"])
-        if await _receive(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") in request_ids):
+        if await _wait_for_message(
+            client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") in request_ids
+        ):
             return
         await _ensure_alive(manager)
     raise KernelError(f"the kernel does not answer within {BUSY_SECONDS:g} s; is its process stopped?")
@@ -112,13 +114,15 @@ async def _wait_until_begun(manager: Any, client: Any, msg_id: str) -> None:
     """Wait until the kernel begins the request `msg_id`; raise KernelBusy if it does not in time."""
     end = time.monotonic() + BUSY_SECONDS + LATER_SECONDS
     while time.monotonic() < end:
-        if await _receive(client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") == msg_id):
+        if await _wait_for_message(
+            client, LOOK_SECONDS, lambda message: message["parent_header"].get("msg_id") == msg_id
+        ):
             return
         await _ensure_alive(manager)
     raise KernelBusy(busy_text())
 
 
-async def _receive(client: Any, seconds: float, wanted: Any) -> bool:
+async def _wait_for_message(client: Any, seconds: float, wanted: Any) -> bool:
     """Read iopub messages for up to `seconds`; return True as soon as `wanted` accepts one."""
     end = time.monotonic() + seconds
     while (remaining := end - time.monotonic()) > 0:

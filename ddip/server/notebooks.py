@@ -8,18 +8,18 @@ from typing import Any
 from ddip.server.kernels import KernelError
 
 
-def described(session: dict[str, Any]) -> dict[str, str]:
+def describe_session(session: dict[str, Any]) -> dict[str, str]:
     """Describe a session as the tools return it: path of the notebook, id and state of the kernel."""
     kernel = session.get("kernel") or {}
     return {"notebook": session["path"], "kernel": kernel.get("id", ""), "state": kernel.get("execution_state", "")}
 
 
-def chosen(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
+def choose_notebook(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
     """Return the notebook whose path, file name or kernel id is `typed`, or the only one if that is empty.
 
     Raises KernelError if none or several match.
     """
-    open_now = [described(session) for session in sessions]
+    open_now = [describe_session(session) for session in sessions]
     if not open_now:
         raise KernelError("no notebook is open on this Jupyter server; open one, which starts its kernel")
     names = ", ".join(found["notebook"] for found in open_now)

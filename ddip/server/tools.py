@@ -34,8 +34,8 @@ async def ddip_notebooks() -> list[dict[str, str]]:
     Returns for each: its path as `notebook`, the ID of its kernel as `kernel`, and the state of the kernel (idle, busy)
     as `state`.
     """
-    app = access.server()
-    return [notebooks.described(session) for session in await app.session_manager.list_sessions()]
+    app = access.authorized_server()
+    return [notebooks.describe_session(session) for session in await app.session_manager.list_sessions()]
 
 
 async def ddip_start(arguments: str = "", notebook: str = "") -> Data:
@@ -53,7 +53,7 @@ async def ddip_start(arguments: str = "", notebook: str = "") -> Data:
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "start", CHANGE_SECONDS, arguments=arguments)
+    return await _call_notebook(notebook, "start", CHANGE_SECONDS, arguments=arguments)
 
 
 async def ddip_run(
@@ -79,7 +79,7 @@ async def ddip_run(
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "run", ASK_SECONDS, code=code, ranks=ranks, timeout=timeout, queue=queue)
+    return await _call_notebook(notebook, "run", ASK_SECONDS, code=code, ranks=ranks, timeout=timeout, queue=queue)
 
 
 async def ddip_poll(number: int | None = None, wait: float = 0.0, notebook: str = "") -> Data:
@@ -101,7 +101,7 @@ async def ddip_poll(number: int | None = None, wait: float = 0.0, notebook: str 
     """
     end = time.monotonic() + min(max(wait, 0.0), MOST_SECONDS)
     while True:
-        status = await _ask(notebook, "poll", ASK_SECONDS, number=number)
+        status = await _call_notebook(notebook, "poll", ASK_SECONDS, number=number)
         number = status["number"]
         if status["state"] == "ended" or time.monotonic() >= end:
             return status
@@ -120,7 +120,7 @@ async def ddip_status(notebook: str = "") -> Data:
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "status", ASK_SECONDS)
+    return await _call_notebook(notebook, "status", ASK_SECONDS)
 
 
 async def ddip_output(
@@ -146,7 +146,7 @@ async def ddip_output(
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "output", ASK_SECONDS, number=number, ranks=ranks, characters=characters)
+    return await _call_notebook(notebook, "output", ASK_SECONDS, number=number, ranks=ranks, characters=characters)
 
 
 async def ddip_pull(names: list[str], rank: int = 0, notebook: str = "") -> Data:
@@ -165,7 +165,7 @@ async def ddip_pull(names: list[str], rank: int = 0, notebook: str = "") -> Data
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "pull", CHANGE_SECONDS, names=names, rank=rank)
+    return await _call_notebook(notebook, "pull", CHANGE_SECONDS, names=names, rank=rank)
 
 
 async def ddip_stop(number: int | None = None, notebook: str = "") -> Data:
@@ -180,7 +180,7 @@ async def ddip_stop(number: int | None = None, notebook: str = "") -> Data:
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "stop", CHANGE_SECONDS, number=number)
+    return await _call_notebook(notebook, "stop", CHANGE_SECONDS, number=number)
 
 
 async def ddip_repair(names: list[str] | None = None, source: int = 0, notebook: str = "") -> Data:
@@ -198,7 +198,7 @@ async def ddip_repair(names: list[str] | None = None, source: int = 0, notebook:
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    return await _ask(notebook, "repair", CHANGE_SECONDS, names=names or [], source=source)
+    return await _call_notebook(notebook, "repair", CHANGE_SECONDS, names=names or [], source=source)
 
 
 async def ddip_shutdown(notebook: str = "") -> str:
@@ -209,7 +209,7 @@ async def ddip_shutdown(notebook: str = "") -> str:
     notebook
         Path, file name or kernel ID of an open notebook. Not needed if only one notebook is open.
     """
-    await _ask(notebook, "shutdown", CHANGE_SECONDS)
+    await _call_notebook(notebook, "shutdown", CHANGE_SECONDS)
     return "the group has ended"
 
 
@@ -231,18 +231,20 @@ TOOLS = [
 """The functions that jupyter-server-mcp registers."""
 
 
-async def _ask(notebook: str, name: str, seconds: float, /, **arguments: Any) -> Data:
+async def _call_notebook(notebook: str, name: str, seconds: float, /, **arguments: Any) -> Data:
     """Call the function `name` in the kernel of `notebook`, and return its result.
 
     Raises ToolError, also if the caller does not have the server's token.
     """
-    app = access.server()
+    app = access.authorized_server()
     sessions = await app.session_manager.list_sessions()
     try:
-        found = notebooks.chosen(sessions, notebook)
+        found = notebooks.choose_notebook(sessions, notebook)
         if found["kernel"] not in app.kernel_manager.list_kernel_ids():
             raise ToolError(f"{found['notebook']} no longer has a kernel")
-        answer: Data = await kernels.ask(app.kernel_manager.get_kernel(found["kernel"]), name, arguments, seconds)
+        answer: Data = await kernels.call_in_kernel(
+            app.kernel_manager.get_kernel(found["kernel"]), name, arguments, seconds
+        )
     except kernels.KernelError as error:
         raise ToolError(str(error)) from None
     return answer

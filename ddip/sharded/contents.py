@@ -198,11 +198,11 @@ def take_apart(units: Units) -> tuple[dict[str, torch.Tensor], bytes]:
     tensors: dict[str, torch.Tensor] = {}
     rest = {name: _replace_tensors(name, value, tensors) for name, value in units.items()}
     try:
-        return tensors, pickled(rest)
+        return tensors, pickle_checked(rest)
     except Exception:
         for name, value in rest.items():
             try:
-                pickled(value)
+                pickle_checked(value)
             except Exception as error:
                 raise ValueError(f"{name} ({type(error).__name__}: {error})") from error
         raise
@@ -224,7 +224,7 @@ def holes_in(value: Any) -> list[str]:
     return found
 
 
-def pickled(value: Any) -> bytes:
+def pickle_checked(value: Any) -> bytes:
     """Pickle `value`, after a test that it can be unpickled; raise any error of pickling or unpickling."""
     file = io.BytesIO()
     pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)

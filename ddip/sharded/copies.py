@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddip.sharded.layout import Layout, Place, local_of
+from ddip.sharded.layout import Layout, ShardPosition, local_of
 
 SMALL = 1 << 20
 """Bytes below which parts are sent in one message, as models have thousands of small ones."""
@@ -41,7 +41,7 @@ Holders = dict[int, list[int]]
 class Part:
     """One rank's part of a tensor."""
 
-    place: Place
+    place: ShardPosition
     placements: tuple[Any, ...] | None
     """The DTensor's placements; None for a plain tensor."""
     values: torch.Tensor
@@ -68,7 +68,7 @@ class Part:
         return zlib.crc32((ctypes.c_char * len(data)).from_address(data.data_ptr())), int(words.sum())
 
 
-Outline = dict[str, tuple[Place, Any, torch.dtype, bytes | tuple[int, int] | None]]
+Outline = dict[str, tuple[ShardPosition, Any, torch.dtype, bytes | tuple[int, int] | None]]
 """Place, placements, dtype and fingerprint of parts, by their names."""
 
 
@@ -128,7 +128,7 @@ class Pair:
 
 
 @dataclass
-class Kept:
+class CopyStore:
     """All copies that this rank keeps under one name of `dist_state`."""
 
     pairs: tuple[Pair, Pair] = field(default_factory=lambda: (Pair(), Pair()))
@@ -205,7 +205,7 @@ def from_all(value: Any) -> list[Any]:
     return values
 
 
-def mirror(own: Copy, former: Copy) -> Copy:
+def mirror_copy(own: Copy, former: Copy) -> Copy:
     """Send this rank's copy to the rank half the group further, and return the copy that it receives.
 
     Therefore the first half of the ranks has the state of all ranks if the group shrinks, and each of two hosts has the
@@ -241,7 +241,7 @@ def _parts_except(copy: Copy, names: Collection[str]) -> list[Part]:
     return [part for name, part in copy.parts.items() if name not in names]
 
 
-def fetch(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
+def fetch_copy(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
     """Return the copy of this rank's state, and fetch it from its holder if this is a new rank.
 
     All ranks must call this. `copies` has the copies on this rank by the rank that saved them. `holders` has, by that

@@ -22,7 +22,7 @@ DTensor: Any = tensors.DTensor
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPosition:
     """The position of a part in the whole tensor."""
 
     whole: tuple[int, ...]
@@ -58,12 +58,12 @@ class Layout:
         return cls(tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ShardPosition:
         """The position of this rank's part."""
         if self.placements is None:
-            return Place(self.whole, (0,) * len(self.whole), self.whole)
+            return ShardPosition(self.whole, (0,) * len(self.whole), self.whole)
         shape, begin = of_tensors.compute_local_shape_and_global_offset(self.whole, self.mesh, self.placements)
-        return Place(self.whole, tuple(map(int, begin)), tuple(shape))
+        return ShardPosition(self.whole, tuple(map(int, begin)), tuple(shape))
 
     def tensor(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor of which this rank has `part`: a DTensor, or `part` itself if it is plain."""
@@ -84,7 +84,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def fill(part: torch.Tensor, place: Place, parts: Sequence[tuple[Place, torch.Tensor]]) -> None:
+def fill_part(part: torch.Tensor, place: ShardPosition, parts: Sequence[tuple[ShardPosition, torch.Tensor]]) -> None:
     """Fill `part`, located at `place`, from `parts` of all ranks; raise ValueError if some are missing."""
     distinct = {position: (position, tensor) for position, tensor in parts if tensor.numel()}
     if sum(tensor.numel() for _, tensor in distinct.values()) != torch.Size(place.whole).numel():
@@ -95,7 +95,7 @@ def fill(part: torch.Tensor, place: Place, parts: Sequence[tuple[Place, torch.Te
     part.copy_(whole[place.slices])
 
 
-def gathered(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+def sharded_by_id(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Return the sharded parameters by the id of the gathered parameter that currently replaces each.
 
     FSDP2 gathers parameters for forward and backward passes. They stay gathered at the root module, and after a pass

@@ -30,19 +30,19 @@ from ddip.sharded.contents import Units
 from ddip.sharded.copies import (
     STRUCTURE,
     Copy,
+    CopyStore,
     Held,
-    Kept,
     Outline,
     Part,
     complete_saves,
-    fetch,
+    fetch_copy,
     fewest_copies,
     from_all,
-    mirror,
+    mirror_copy,
     missing_ranks,
     needed_save,
 )
-from ddip.sharded.layout import Layout, fill
+from ddip.sharded.layout import Layout, fill_part
 
 __all__ = ["DistState", "dist_state"]
 
@@ -79,7 +79,7 @@ BATCH = 1 << 22
 UNNAMED = "state"
 Problem = tuple[type[Exception], str]
 Result = TypeVar("Result")
-_kept: dict[str, Kept] = {}
+_kept: dict[str, CopyStore] = {}
 """Copies of this rank by the name of their `DistState`."""
 
 
@@ -204,8 +204,8 @@ class DistState:
         _kept.pop(self._name, None)
 
     @property
-    def _copies(self) -> Kept:
-        return _kept.setdefault(self._name, Kept())
+    def _copies(self) -> CopyStore:
+        return _kept.setdefault(self._name, CopyStore())
 
     @property
     def _objects(self) -> tuple[Any, ...]:
@@ -242,7 +242,7 @@ class DistState:
         own.keep(tensors, layouts)
         own.step, own.rank, own.size, own.serial = step, dist.get_rank(), dist.get_world_size(), serial
         if self._spare and own.size > 1:
-            pair.spare = mirror(own, pair.spare)
+            pair.spare = mirror_copy(own, pair.spare)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
 
     @property
@@ -371,7 +371,7 @@ class _Saved:
 
 def _read_same_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callable[[], _Saved]:
     """Fetch this rank's copy, and return a function that unpickles it."""
-    own = fetch(copies, givers)
+    own = fetch_copy(copies, givers)
     outline = {name: (part.place.whole, part.placements) for name, part in own.parts.items() if name != STRUCTURE}
     return lambda: _Saved(own.step, pickle.loads(own.pickled), outline, [own], True)
 
@@ -384,7 +384,7 @@ def _read_other_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callab
     given = [copy for rank, copy in copies.items() if givers[rank] == dist.get_rank()]
     answers = from_all({copy.rank: (copy.step, copy.outline(), copy.pickled) for copy in given})
 
-    def merge() -> _Saved:
+    def merge_answers() -> _Saved:
         saved = dict(sorted((rank, header) for answer in answers for rank, header in answer.items()))
         steps, outlines = [step for step, _, _ in saved.values()], [outline for _, outline, _ in saved.values()]
         units = [pickle.loads(data) for _, _, data in saved.values()]
@@ -400,7 +400,7 @@ def _read_other_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callab
         outline = {name: (outlines[0][name][0].whole, outlines[0][name][1]) for name in holes}
         return _Saved(min(steps), found, outline, list(copies.values()), False, left_out)
 
-    return merge
+    return merge_answers
 
 
 def _can_be_merged(name: str, units: list[Units], outlines: list[Outline]) -> bool:
@@ -495,7 +495,7 @@ def _assemble_part(layout: Layout, parts: list[Part]) -> torch.Tensor:
         raise ValueError(DIFFERED)
     values = torch.empty(layout.place.shape, dtype=parts[0].values.dtype)
     try:
-        fill(values, layout.place, [(part.place, part.values) for part in parts])
+        fill_part(values, layout.place, [(part.place, part.values) for part in parts])
     except ValueError as error:
         raise LookupError(str(error)) from None
     return values

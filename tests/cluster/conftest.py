@@ -37,7 +37,7 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
     with no_shared_memory_left():
         yield
         assert_nothing_left(os.getpid(), 0)
-        preload_client.end()
+        preload_client.end_process()
         assert family_of(os.getpid()) == []
         assert run_folders() == []
 
@@ -45,10 +45,10 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
 @pytest.fixture(scope="session")
 def warmed_up(pytestconfig: pytest.Config) -> None:
     """Import everything once in the preload process, so that no rank of this process has to."""
-    if preload_client.possible() and not pytestconfig.getoption("--spawn"):
+    if preload_client.can_fork() and not pytestconfig.getoption("--spawn"):
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(preload_client.ONLY_ENGINES[0])
-            preload = preload_client.begin()
+            preload = preload_client.ensure_process()
         assert preload.asleep.wait(60)
 
 

@@ -27,5 +27,5 @@ def environment(python_path: object = None, **variables: str) -> Iterator[None]:
                 patch.setenv("PYTHONPATH", str(python_path), prepend=os.pathsep)
             yield
     finally:
-        preload_client.end()
+        preload_client.end_process()
         preload_client._current = former

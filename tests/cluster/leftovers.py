@@ -63,7 +63,7 @@ def processes_of(owner: int) -> list[psutil.Process]:
     # A new process gets its title later
     preload = [
         *with_title(family, "ddip preload process"),
-        *with_title(family, " ".join(preload_client.command("ddip.cluster.processes.preload_server"))),
+        *with_title(family, " ".join(preload_client.module_command("ddip.cluster.processes.preload_server"))),
     ]
     if is_alive(owner):
         family = [process for process in family if process not in preload]
@@ -150,5 +150,5 @@ def collection_counts(group: ddip.Group) -> list[int]:
     """Return how often each rank has collected garbage, asked over the control channel."""
     return [
         figures["collections"]
-        for figures in group.ranks.call_on_control_channel(range(group.world_size), on_rank.figures(), 10).values()
+        for figures in group.ranks.call_on_control_channel(range(group.world_size), on_rank.rank_figures(), 10).values()
     ]

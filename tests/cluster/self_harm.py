@@ -51,8 +51,8 @@ _REPLACED = {
         "threading": ["Thread", "current_thread"],
         "importlib": ["import_module"],
         "time": ["time", "monotonic"],
-        "ddip.rank.process_group.membership": ["join", "leave", "release", "check"],
-        "ddip.rank.runtime.c10d": ["forget", "world", "counts"],
+        "ddip.rank.process_group.membership": ["join_group", "leave_group", "release_group", "check_group"],
+        "ddip.rank.runtime.c10d": ["destroy_groups", "default_group", "counts"],
     }.items()
     for name in names
     for how in ("fail", "None")

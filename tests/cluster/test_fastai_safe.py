@@ -441,7 +441,7 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
         module.apply()
     changed = {name for name, names in snapshot_of_modules().items() if names != before[name]}
     assert {"fastai.learner.Learner", "fastai.torch_core", "fastai.callback.schedule.LRFinder"} <= changed
-    patches.restore()
+    patches.undo_all()
     after = snapshot_of_modules()
     assert {name for name in before if after[name] != before[name]} == set()
 

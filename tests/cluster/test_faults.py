@@ -131,7 +131,7 @@ def do_when_ranks_wait(group: ddip.Group, do: Callable[[], None]) -> threading.T
     """Run `do` once ranks 1 to 3 wait for rank 0."""
 
     def read_progress() -> list[object]:
-        answers = group.ranks.call_on_control_channel(range(4), on_rank.pulse(), 10)
+        answers = group.ranks.call_on_control_channel(range(4), on_rank.main_thread_pulse(), 10)
         places = group.ranks.places(range(4), 10)
         idle = places[0] is not None and places[0].state == "idle"
         waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
@@ -277,7 +277,7 @@ def test_the_next_cell_reports_the_death_of_an_idle_rank(four_ranks: ddip.Group)
 def test_a_rank_may_die_during_a_rebuild(four_ranks: ddip.Group) -> None:
     """Leave some ranks that have begun to join, and others that have not."""
     four_ranks.run(
-        "from ddip.rank.process_group import membership\nif rank == 1: membership.join = lambda seat: os._exit(5)"
+        "from ddip.rank.process_group import membership\nif rank == 1: membership.join_group = lambda seat: os._exit(5)"
     )
     with pytest.raises(ddip.CellError):
         four_ranks.run("if rank == 0: raise ValueError\ndist.barrier()")

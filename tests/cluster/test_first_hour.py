@@ -63,7 +63,7 @@ def test_requests_for_a_different_group_are_refused_with_advice(cells: ddip.Grou
 
 def test_the_group_uses_a_requested_timeout(cells: ddip.Group) -> None:
     cells.run(INIT.format("timeout=datetime.timedelta(seconds=77)"))
-    cells.run("from ddip.rank.runtime import c10d\nassert c10d.store().timeout.total_seconds() == 77")
+    cells.run("from ddip.rank.runtime import c10d\nassert c10d.default_store().timeout.total_seconds() == 77")
     cells.run("dist.init_process_group(timeout=datetime.timedelta(minutes=30))")
 
 

@@ -59,7 +59,9 @@ def test_no_file_in_the_notebooks_folder_replaces_another_module(
     notebook.ok("%load_ext ddip")
     foreign.add("ddip")
     if not pytestconfig.getoption("--spawn"):
-        notebook.ok("from ddip.cluster.processes import preload_client\nassert preload_client.begin().asleep.wait(60)")
+        notebook.ok(
+            "from ddip.cluster.processes import preload_client\nassert preload_client.ensure_process().asleep.wait(60)"
+        )
     for step in STEPS:
         notebook.ok(step)
     assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
@@ -96,7 +98,7 @@ def test_an_empty_entry_of_pythonpath_is_left_out(monkeypatch: pytest.MonkeyPatc
         with ddip.Group(1) as group:
             group.run("import os, sys; found = os.environ['PYTHONPATH'], sys.path")
             assert group.pull(["found"])["found"] == (os.environ["PYTHONPATH"], sys.path)
-            wait_until(preload_client.begin().asleep.is_set, 60)
+            wait_until(preload_client.ensure_process().asleep.is_set, 60)
     assert foreign.import_stacks() == []
 
 

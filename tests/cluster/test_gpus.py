@@ -142,7 +142,7 @@ def test_ranks_are_forked_from_a_preload_process_without_gpu_memory() -> None:
         parent = psutil.Process(group.members[0].pid).ppid()
         if not group.options.spawn:
             assert group.cluster.spawned == ""
-            assert parent == preload_client.begin().pid
+            assert parent == preload_client.ensure_process().pid
             links = [os.readlink(fd) for fd in glob.glob(f"/proc/{parent}/fd/*")]
             assert [link for link in links if "nvidia" in link] == []
 

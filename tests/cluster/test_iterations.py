@@ -526,14 +526,14 @@ def test_a_new_gradient_that_reuses_an_address_is_cleared(cells: ddip.Group) -> 
 
 
 UNCHECKED = (
-    "objects.iteration.report",
+    "objects.iteration.report_position",
     "objects.iteration.begin_cell",
-    "process_group.aborted_tensors.take",
+    "process_group.aborted_tensors.take_reports",
     "runtime.process_settings.end_cell",
 )
 
 
-@pytest.mark.parametrize("part", few(UNCHECKED, "objects.iteration.report"))
+@pytest.mark.parametrize("part", few(UNCHECKED, "objects.iteration.report_position"))
 def test_state_that_ddip_could_not_inspect_is_reported(
     cells: ddip.Group, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

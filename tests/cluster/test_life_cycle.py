@@ -234,6 +234,6 @@ def test_messages_for_an_ended_controller_keep_no_descriptor() -> None:
             controller = controllers_of(os.getpid())[-1].pid
             os.kill(controller, signal.SIGKILL)
             wait_until(lambda pid=controller: not is_alive(pid))
-            group.ranks.call_on_control_channel([0, 1], on_rank.hello())
+            group.ranks.call_on_control_channel([0, 1], on_rank.make_hello())
         counts.append(count_eventfds())
     wait_until(lambda: count_eventfds() <= counts[0], seconds=5, what=f"the first count of {counts}")

@@ -306,7 +306,7 @@ def test_functions_of_every_kind_have_the_globals_of_the_receiver(kind: str, mai
     loader = pickling.Loader(graph.pickled)
     values = {name: loader.load(name) for name in graph.pickled}
     thing = values.pop("thing")
-    pickling.bring(variables, values)
+    pickling.set_missing_variables(variables, values)
     assert thing() == 1
     main("value = 2")
     assert thing() == 2

@@ -417,7 +417,7 @@ def test_a_failed_transfer_keeps_objects_pushed_before(cells: ddip.Group) -> Non
         cells.pull(["nowhere"])
     with pytest.raises(TransferError, match="odd cannot be unpickled"):
         cells.push({"odd": Unpickled("raise")})
-    cells.ranks.ask([0, 1], on_rank.drop(1 << 40))  # drops a push that never reached these ranks
+    cells.ranks.ask([0, 1], on_rank.drop_transfers(1 << 40))  # drops a push that never reached these ranks
     assert [values["number"] for values in cells.pull_all(["number"], [0, 1])[0]] == [2, 2]
 
 
@@ -548,7 +548,7 @@ def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
         cells.pull_all(["x"], [0, 1])
         cells.peek_all(["x"], [0, 1])
         cells.info()
-        cells.try_call(on_rank.complete("x", 1), 30)
+        cells.try_call(on_rank.complete_code("x", 1), 30)
         cells.stacks()
         for _ in range(10):
             proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})

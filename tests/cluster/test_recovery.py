@@ -639,7 +639,7 @@ def test_the_controllers_own_processes_are_not_needed(cells: ddip.Group) -> None
 APP = """
 import os
 def prepare():
-    from ddip.rank import namespace
+    from ddip.rank import user_namespace
     namespace()["prepared"] = namespace().get("prepared", 0) + 1
 """
 
@@ -683,7 +683,7 @@ def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> No
     """Unregister the engine by hand, as the Hub does after thirty missed heartbeats; the process lives on."""
     cells.run("kept = rank")
     engine, pid = cells.members[1].engine, cells.members[1].pid
-    ipp_private.unregister(cells.cluster.client, engine)
+    ipp_private.unregister_engine(cells.cluster.client, engine)
     wait_until(lambda: engine not in cells.cluster.client.ids)
     reason = f"pid {pid} lost its heartbeat, and the controller has unregistered it"
     with pytest.raises(GroupError, match=f"^rank 1: {reason}; %makedip --repair replaces its process"):
@@ -691,7 +691,7 @@ def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> No
     with pytest.raises(
         GroupError, match=f"^pushing failed: rank 1: RankEnded: {reason}"
     ):  # as if the rank had been lost at this point
-        cells.ranks.ask([0, 1], on_rank.drop())
+        cells.ranks.ask([0, 1], on_rank.drop_transfers())
     with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {reason}"), ExitStack() as stack:  # or at this point
         cells.lifecycle.parts.cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
     cells.interrupt()

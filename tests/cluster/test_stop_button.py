@@ -121,7 +121,7 @@ def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_pa
 
 def test_a_tab_request_does_not_delay_the_next_cell(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW}\nclass Odd:\n    def __dir__(self): return wait({str(tmp_path)!r}, ())\nodd = Odd()")
-    assert cells.try_call(on_rank.complete("odd.", 4), 0.1) is None
+    assert cells.try_call(on_rank.complete_code("odd.", 4), 0.1) is None
     wait_until(has_begun(tmp_path, 0))
     cells.run(PROOF, timeout=60)
 

@@ -83,23 +83,25 @@ def test_a_repair_continues_a_suspended_rank_of_an_abandoned_cell(cells: ddip.Gr
 
 
 @pytest.mark.grid
-@pytest.mark.skipif(not preload_client.possible(), reason="nothing is forked here")
+@pytest.mark.skipif(not preload_client.can_fork(), reason="nothing is forked here")
 def test_a_suspended_preload_process_is_named_or_replaced(cells: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cells.cluster._fork:
         pytest.skip("nothing is forked here")
     cells.run("kept = rank")
-    warm = preload_client.begin()
+    warm = preload_client.ensure_process()
     with ddip.Group(1) as group:
         with suspended([warm.pid]), monkeypatch.context() as patch:
-            patch.setattr(preload_client.WarmProcess, "fits", lambda self: True)  # as if it had been suspended just now
+            patch.setattr(
+                preload_client.PreloadProcess, "fits", lambda self: True
+            )  # as if it had been suspended just now
             group.options.timeout = 1
             with pytest.raises(GroupError, match=r"0 of 1 engines started; the preload process is stopped \(SIGSTOP"):
                 group.change(Request(n=2))
         group.options.timeout = 60
         group.run("assert world_size == 1")
-        warm = preload_client.begin()
+        warm = preload_client.ensure_process()
         with suspended([warm.pid]):
-            assert preload_client.begin() is not warm
+            assert preload_client.ensure_process() is not warm
             group.change(Request(n=2))
             group.run(PROOF)
     cells.run(f"{PROOF}\nassert kept == rank")

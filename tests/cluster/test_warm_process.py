@@ -25,7 +25,7 @@ from .notebook import Notebook
 
 pytestmark = [
     pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process"),
-    pytest.mark.skipif(not preload_client.possible(), reason="processes cannot be forked here"),
+    pytest.mark.skipif(not preload_client.can_fork(), reason="processes cannot be forked here"),
 ]
 NewNotebook = Callable[[], Notebook]
 
@@ -33,7 +33,9 @@ NewNotebook = Callable[[], Notebook]
 def preload_pid(notebook: Notebook) -> int:
     """Return the PID of the notebook's preload process."""
     return int(
-        notebook.ok("from ddip.cluster.processes import preload_client\nprint(preload_client.begin().pid)").stdout
+        notebook.ok(
+            "from ddip.cluster.processes import preload_client\nprint(preload_client.ensure_process().pid)"
+        ).stdout
     )
 
 
@@ -100,7 +102,7 @@ def test_a_trait_has_engines_spawned(new_notebook: NewNotebook) -> None:
 @pytest.mark.grid
 def test_an_unused_preload_process_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MADE_UP", "here")  # a separate process, which the end of other ranks does not wake up
-    warm = preload_client.begin()
+    warm = preload_client.ensure_process()
     assert warm.asleep.wait(60)
     process = psutil.Process(warm.pid)
 
@@ -121,7 +123,7 @@ def test_a_preload_process_that_hangs_is_abandoned(tmp_path: Path) -> None:
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
     (tmp_path / "torch" / "__init__.py").write_text(code)
     with environment(tmp_path):
-        hanging = preload_client.begin()
+        hanging = preload_client.ensure_process()
         wait_until(begun.exists)
         with pytest.raises(GroupError, match="the controller did not start in time; -t SECONDS"):
             ddip.Group(1, timeout=1)
@@ -141,7 +143,7 @@ def test_if_the_preload_process_dies_early_engines_are_spawned(tmp_path: Path) -
     code = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)"
     (tmp_path / "takes_its_time.py").write_text(code)
     with environment(tmp_path):
-        warm = preload_client.begin(["takes_its_time"])
+        warm = preload_client.ensure_process(["takes_its_time"])
         wait_until(begun.exists)
 
         def kill_preload_process() -> None:
@@ -165,21 +167,21 @@ def test_libraries_read_changed_variables_on_import(monkeypatch: pytest.MonkeyPa
         group.run(f"import os, torch; found = [*map(os.environ.get, {names}), torch.get_num_threads()]")
         return list(group.pull(["found"])["found"])
 
-    first = preload_client.begin()
+    first = preload_client.ensure_process()
     for name in names[:3]:
         monkeypatch.setenv(name, "1")
     with ddip.Group(1) as group:
-        second = preload_client.begin()
+        second = preload_client.ensure_process()
         assert second.pid != first.pid
         assert psutil.Process(group.members[0].pid).ppid() == second.pid
         assert settings_on_rank(group) == ["1", "1", "1", None, 1]
         monkeypatch.setenv("NCCL_DEBUG", "INFO")  # not read at import, so no new preload process is needed
         group.restart()
-        assert preload_client.begin().pid == second.pid
+        assert preload_client.ensure_process().pid == second.pid
         assert settings_on_rank(group) == ["1", "1", "INFO", None, 1]
         monkeypatch.setenv("MADE_UP", "here")
         group.restart()
-        assert preload_client.begin().pid != second.pid
+        assert preload_client.ensure_process().pid != second.pid
         assert settings_on_rank(group) == ["1", "1", "INFO", "here", 1]
     wait_until(lambda: second.ended)
 
@@ -191,9 +193,9 @@ def test_a_replaced_preload_process_lives_until_its_ranks_end(monkeypatch: pytes
         former = psutil.Process(group.members[0].pid).ppid()
         group.run("kept = 1")
         monkeypatch.setenv("MADE_UP", "here")
-        assert preload_client.begin().pid != former
+        assert preload_client.ensure_process().pid != former
         group.change(Request(n=2))
-        assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, preload_client.begin().pid]
+        assert [psutil.Process(m.pid).ppid() for m in group.members] == [former, preload_client.ensure_process().pid]
         assert group.pull(["kept"]) == {"kept": 1}
     wait_until(lambda: not psutil.pid_exists(former))
 
@@ -204,7 +206,7 @@ def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
     with installed_app(tmp_path, "import os\nimported_in = os.getpid()\n"), ddip.Group(2, app="toy") as group:
         group.run("import toy_app; found = toy_app.imported_in")
         found = [values["found"] for values in group.pull_all(["found"], [0, 1])[0]]
-        assert found == [preload_client.begin().pid] * 2
+        assert found == [preload_client.ensure_process().pid] * 2
 
 
 @pytest.mark.grid
@@ -231,7 +233,7 @@ def test_engines_are_spawned_if_cuda_is_in_use(tmp_path: Path) -> None:
 def test_a_thread_may_start_the_preload_process_and_end() -> None:
     """Linux sends the parent-death signal when the thread that started the child ends."""
     pids = []
-    thread = threading.Thread(target=lambda: pids.append(preload_client.begin().pid))
+    thread = threading.Thread(target=lambda: pids.append(preload_client.ensure_process().pid))
     thread.start()
     thread.join()
     with ddip.Group(1) as group:
@@ -255,7 +257,7 @@ def test_the_preload_process_ends_with_its_kernel_despite_forks(new_notebook: Ne
 def test_the_preload_process_ends_with_its_script() -> None:
     code = (
         "import os\nfrom ddip.cluster.processes import preload_client\n"
-        "print(os.getpid(), preload_client.begin().pid, flush=True)\n"
+        "print(os.getpid(), preload_client.ensure_process().pid, flush=True)\n"
     )
     for end in ("", "os._exit(0)", "os.kill(os.getpid(), 9)"):
         done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True)
@@ -283,7 +285,7 @@ def test_ipyparallel_lists_the_cluster() -> None:
 
 
 def test_a_fork_after_an_abandoned_start_creates_no_file(tmp_path: Path, group: ddip.Group) -> None:
-    warm = preload_client.begin()
+    warm = preload_client.ensure_process()
     log = tmp_path / "log"
     child = warm.fork("ddip.rank.kernel.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))
     assert child.exit.result(30) == 0

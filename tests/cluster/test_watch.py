@@ -13,7 +13,7 @@ import pytest
 import ddip
 from ddip.group.watching import vitals
 from ddip.group.watching.vitals import Sampler
-from ddip.output.tables.vitals_table import RankVitals, stragglers
+from ddip.output.tables.vitals_table import RankVitals, find_stragglers
 
 from .leftovers import wait_until
 from .meanwhile import meanwhile, suspended
@@ -60,7 +60,7 @@ def second_is_the_straggler(ranks: list[RankVitals]) -> bool:
     first, second = (rank.waited for rank in ranks)
     steps = [rank.steps_per_second or 0.0 for rank in ranks]
     is_clear = first is not None and second is not None and second < 0.3 < 0.5 < first
-    return stragglers(ranks) == [1] and is_clear and min(steps) > 3
+    return find_stragglers(ranks) == [1] and is_clear and min(steps) > 3
 
 
 def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Group, tmp_path: Path) -> None:

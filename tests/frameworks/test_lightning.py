@@ -466,25 +466,25 @@ def test_removing_the_patches_restores_lightning(app: Any) -> None:
     for module in app.PATCHES:
         module.apply()
     assert patched_attributes() != before
-    patches.restore()
+    patches.undo_all()
     assert patched_attributes() == before
 
 
 def test_lightning_finds_the_gpu_of_a_rank_in_its_list(app: Any) -> None:
-    from ddip.apps.lightning.trainer_placement import RankPosition, settings
+    from ddip.apps.lightning.trainer_placement import RankPosition, constructor_arguments
 
     for local_rank, gpu in ((0, 0), (1, 1), (0, 1), (1, 3)):
         position = RankPosition(
             rank=local_rank, size=2, local_rank=local_rank, local_size=2, device=gpu, is_everywhere=True
         )
-        found = settings("Trainer", {}, position)
+        found = constructor_arguments("Trainer", {}, position)
         assert (
             found["accelerator"] == "cuda" and found["devices"][local_rank] == gpu and len(set(found["devices"])) == 2
         )
     nodes = RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=True)
-    assert settings("Trainer", {}, nodes) == {"accelerator": "cuda", "devices": [0, 1], "num_nodes": 2}
+    assert constructor_arguments("Trainer", {}, nodes) == {"accelerator": "cuda", "devices": [0, 1], "num_nodes": 2}
     alone = RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=1, is_everywhere=False)
-    assert settings("Trainer", {}, alone) == {"accelerator": "cuda", "devices": [1], "num_nodes": 1}
+    assert constructor_arguments("Trainer", {}, alone) == {"accelerator": "cuda", "devices": [1], "num_nodes": 1}
 
 
 def test_private_names_of_lightning_are_as_expected(app: Any) -> None:

@@ -97,7 +97,7 @@ class Run:
                 self._table(time.monotonic() - began)
                 leftovers.assert_nothing_left(os.getpid())
             finally:
-                preload_client.end()
+                preload_client.end_process()
             assert leftovers.family_of(os.getpid()) == []
             assert leftovers.run_folders() == []
         self._check_held()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ddip.output.terminal_text import Screen, plain
+from ddip.output.terminal_text import Screen, strip_escapes
 
 CHANGES = [
     (r"\d+\.\d+ s\b", "# s"),
@@ -26,7 +26,7 @@ def stable_text(text: str) -> str:
     """Return `text` without times, cell numbers, colours, and overwritten text."""
     screen = Screen(1_000_000)
     screen.write(text)
-    text = plain(screen.text)
+    text = strip_escapes(screen.text)
     for pattern, instead in CHANGES:
         text = re.sub(pattern, instead, text, flags=re.MULTILINE)
     return text

@@ -19,4 +19,4 @@ def test_inductor_compiles_on_every_rank() -> None:
             def f(x): return (x * 2).relu() + 1
             assert f(torch.tensor([-1.0, 3.0])).tolist() == [1.0, 7.0]
         """)
-    preload_client.end()
+    preload_client.end_process()

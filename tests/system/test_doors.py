@@ -32,7 +32,7 @@ def test_many_random_messages_of_another_user_break_nothing(monkeypatch: pytest.
         processes = family_of(os.getpid())
         doors = find_listeners(processes)
         assert len(doors) >= 18 + 2 and {door.role for door in doors} == {"controller", "rank"}
-        assert preload_client.begin().asleep.wait(60)  # the preload process has files open while it imports
+        assert preload_client.ensure_process().asleep.wait(60)  # the preload process has files open while it imports
         before = count_descriptors(processes)
         outcomes = [send_random_messages(doors, 20_000, NOBODY, seed=1)]
         cells = 1

@@ -19,18 +19,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddip.cluster.cluster_api import EngineSpec, Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.cluster_api import EngineSpec, Listener, Message, Recipient, RemoteException, Reply, Request
 from ddip.cluster.processes.host import LocalHost
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.group.group import Group
 from ddip.group.members import placement
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.objects import pickling, shared
 from ddip.protocol.objects.pickling import Loader, Pickled
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.reports import CellReport, Going, GroupUse, Hello, IterationReport, Packed, Paths, Peeked, Place
+from ddip.protocol.reports import (
+    CellReport,
+    GroupUse,
+    Hello,
+    IterationReport,
+    LostObjects,
+    PackedObjects,
+    Paths,
+    Peeked,
+    Place,
+)
 
 FIRST_PID = 1 << 28
 """Larger than any real PID."""
@@ -89,16 +99,16 @@ class ScriptedEngine:
             "backends": ["gloo", "nccl"],
         }
         self.answers: dict[str, Answer] = {
-            on_rank.hello.target: lambda: self.hello,
-            on_rank.join.target: self._join,
-            on_rank.leave.target: self._leave,
-            on_rank.revive.target: lambda: 0,
+            on_rank.make_hello.target: lambda: self.hello,
+            on_rank.join_group.target: self._join,
+            on_rank.leave_group.target: self._leave,
+            on_rank.revive_wrappers.target: lambda: 0,
             on_rank.find_changed_settings.target: lambda: {},
             on_rank.take_over_settings.target: self.take_over_settings,
             on_rank.iteration_facts.target: lambda: {"unfinished": False, "gradients": {}, "models": []},
             on_rank.reset_iteration.target: lambda broken, models, is_same_group: [],
-            on_rank.snapshots.target: lambda failed: [],
-            on_rank.compare.target: lambda cells, after_fault: {
+            on_rank.list_snapshots.target: lambda failed: [],
+            on_rank.hash_variables.target: lambda cells, after_fault: {
                 "now": b"",
                 "good": b"",
                 "former": b"",
@@ -107,34 +117,34 @@ class ScriptedEngine:
                 "is_cut": False,
             },
             on_rank.rank_marks.target: lambda rank: [],
-            on_rank.check.target: lambda: None,
-            on_rank.add.target: self._add,
-            on_rank.attach.target: self._attach,
-            on_rank.put.target: self._put,
-            on_rank.settle.target: lambda: None,
-            on_rank.lacking.target: lambda names: [name for name in names if name not in self.names],
-            on_rank.drop.target: self._drop,
-            on_rank.pack.target: self._pack,
-            on_rank.part.target: lambda name, begin, end: self._packed(name).joined()[begin:end],
+            on_rank.check_group.target: lambda: None,
+            on_rank.append_part.target: self._add,
+            on_rank.attach_load.target: self._attach,
+            on_rank.apply_push.target: self._put,
+            on_rank.settle_push.target: lambda: None,
+            on_rank.lacking_names.target: lambda names: [name for name in names if name not in self.names],
+            on_rank.drop_transfers.target: self._drop,
+            on_rank.pack_variables.target: self._pack,
+            on_rank.pull_part.target: lambda name, begin, end: self._packed(name).joined()[begin:end],
             on_rank.take_peek.target: self._take_peek,
             on_rank.part_of_peek.target: lambda number, name, begin, end: self._packed(name).joined()[begin:end],
             on_rank.drop_peek.target: lambda number: {"state": "finished"},
             on_rank.prepare_app.target: lambda module: None,
             on_rank.release_app.target: lambda module: None,
-            on_rank.command_app.target: lambda module, text: f"{module}: {text}",
-            on_rank.complete.target: lambda code, cursor: {"matches": sorted(self.names)},
-            on_rank.figures.target: self._figures,
-            on_rank.vitals.target: lambda every, keep: self._vitals(),
+            on_rank.run_app_command.target: lambda module, text: f"{module}: {text}",
+            on_rank.complete_code.target: lambda code, cursor: {"matches": sorted(self.names)},
+            on_rank.rank_figures.target: self._figures,
+            on_rank.current_vitals.target: lambda every, keep: self._vitals(),
             on_rank.set_collect.target: lambda collect: None,
-            on_rank.here.target: self._here,
+            on_rank.main_thread_location.target: self._here,
             on_rank.whole_stack.target: lambda: {"place": self._here(), "threads": {"main": "a stack"}},
-            on_rank.pulse.target: lambda: [0, 0.0],
-            on_rank.phase.target: lambda: "code" if self.running else "idle",
-            on_rank.connections.target: lambda: [],
-            on_rank.release.target: self._release,
+            on_rank.main_thread_pulse.target: lambda: [0, 0.0],
+            on_rank.main_thread_phase.target: lambda: "code" if self.running else "idle",
+            on_rank.tcp_connections.target: lambda: [],
+            on_rank.release_group.target: self._release,
             on_rank.forget_gone.target: lambda: None,
-            on_rank.adopt.target: lambda former_port, port: True,
-            on_rank.begun.target: lambda: self.begun,
+            on_rank.adopt_group.target: lambda former_port, port: True,
+            on_rank.begun_operations.target: lambda: self.begun,
             on_rank.line_of.target: lambda key, number: {"cell": 1, "line": 2},
             on_rank.set_groups_made.target: lambda count: None,
             on_rank.has_name.target: lambda name: name in self.names,
@@ -145,7 +155,7 @@ class ScriptedEngine:
         self._began = 0.0
 
     def answer(self, call: RemoteCall[Any]) -> dict[str, Any]:
-        """Answer a call as ``ddip.protocol.remote.call`` does on a rank."""
+        """Answer a call as ``ddip.protocol.remote.call_target`` does on a rank."""
         self.calls.append(call.target)
         try:
             return {"ok": self.answers[call.target](*call.args)}
@@ -157,7 +167,7 @@ class ScriptedEngine:
         self.released, self.begun = False, {"default cpu": group_use(0)}
         return [], []
 
-    def _leave(self) -> Going:
+    def _leave(self) -> LostObjects:
         return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
     def _add(self, load: int, part: bytes, first: bool, share: bool) -> str:
@@ -165,7 +175,7 @@ class ScriptedEngine:
         return ""
 
     def _attach(self, load: int, path: str, size: int) -> bool:
-        self._received[load] = shared.view(path)
+        self._received[load] = shared.map_file(path)
         return len(self._received[load]) == size
 
     def _put(
@@ -197,9 +207,9 @@ class ScriptedEngine:
             self.names.update(self._before[1])
 
     def _packed(self, name: str) -> Pickled:
-        return pickling.dump(self.names[name])[0]
+        return pickling.pickle_value(self.names[name])[0]
 
-    def _pack(self, names: list[str], most: int, share: bool, known: str) -> Packed:
+    def _pack(self, names: list[str], most: int, share: bool, known: str) -> PackedObjects:
         packed = pickling.dump_all({name: self.names[name] for name in names if name in self.names}).pickled
         return {
             "values": {name: pickled.joined() for name, pickled in packed.items() if pickled.size <= most},
@@ -317,7 +327,9 @@ class ScriptedEngine:
             report["caught"] = caught
         request.set_result(
             Reply(
-                raised=Raised(name, text, f"traceback of {name}") if name else None, report=report, payload=[*payload]
+                raised=RemoteException(name, text, f"traceback of {name}") if name else None,
+                report=report,
+                payload=[*payload],
             )
         )
         request.output.set_result(None)
@@ -430,7 +442,7 @@ class ScriptedCluster:
         self._requests += 1
         return Request(f"request {self._requests}")
 
-    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+    def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
         return [self._execute(one.engine, code, one.listener) for one in to]
 
     def _execute(self, engine: int, code: str, listener: Listener) -> Request:

@@ -36,20 +36,24 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
     assert [found.name for found in clusters.all_there()] == ["big/one-two", "default"]
     with pytest.raises(GroupError, match=r"^-c one-two: its controller does not answer; no cluster runs here"):
-        clusters.find("one-two")
+        clusters.find_connection_file("one-two")
     with pytest.raises(GroupError, match=r"^-c three: there is no such cluster; no cluster runs here; ipcluster start"):
-        clusters.find("three")
+        clusters.find_connection_file("three")
 
 
 def test_either_file_of_a_cluster_identifies_the_cluster(profiles: Path) -> None:
     folder = profiles / "profile_big" / "security"
     file = str(folder / "ipcontroller-one-two-client.json")
-    assert clusters.find(file) == clusters.find(str(folder / "cluster-one-two.json")) == file
+    assert (
+        clusters.find_connection_file(file)
+        == clusters.find_connection_file(str(folder / "cluster-one-two.json"))
+        == file
+    )
     with pytest.raises(GroupError, match="there is no file"):
-        clusters.find(str(folder / "none.json"))
+        clusters.find_connection_file(str(folder / "none.json"))
     (folder / "other.json").write_text("[]")
     with pytest.raises(GroupError, match="this is not a connection file for clients"):
-        clusters.find(str(folder / "other.json"))
+        clusters.find_connection_file(str(folder / "other.json"))
 
 
 @pytest.mark.parametrize(("n", "counts"), [(None, [2, 1]), (3, [2, 1]), (2, [2]), (1, [1])])
@@ -65,9 +69,9 @@ def test_more_ranks_than_engines_are_refused() -> None:
 
 
 def test_an_unknown_launcher_is_refused_and_known_launchers_are_listed() -> None:
-    launcher_engines.check("ssh")
+    launcher_engines.check_launcher("ssh")
     with pytest.raises(BadInput, match=r"^--engines shh: ipyparallel has no such launcher; type one of .*slurm.*ssh"):
-        launcher_engines.check("shh")
+        launcher_engines.check_launcher("shh")
 
 
 def test_a_link_carries_long_streams_and_reports_missing_messages() -> None:

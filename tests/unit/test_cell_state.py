@@ -11,17 +11,17 @@ from ddip.group.cells import cell_state
 from ddip.group.cells.cell_state import (
     INTERRUPTED,
     Action,
-    Ask,
     CannotStop,
+    CellStalled,
     CellState,
-    Do,
     Event,
     Limits,
-    Moving,
+    MovingRanks,
     OutputEnded,
-    Replied,
+    Question,
+    RankAction,
+    RankReplied,
     ShowEnded,
-    StandStill,
     StopPressed,
     TimePassed,
 )
@@ -37,7 +37,7 @@ def new_state(ranks: int = 3, **limits: float) -> CellState:
 
 def end_rank(state: CellState, rank: int, now: float, error: RankError | None = None) -> list[ShowEnded]:
     """Deliver a rank's reply and the end of its output; return how its end is shown."""
-    actions = [*state.step(Replied(rank, error), now), *state.step(OutputEnded(rank), now)]
+    actions = [*state.step(RankReplied(rank, error), now), *state.step(OutputEnded(rank), now)]
     return [action for action in actions if isinstance(action, ShowEnded)]
 
 
@@ -57,8 +57,8 @@ def time_of_first(found: list[tuple[float, Action]], action: Action) -> float:
 def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
     state = new_state(2)
     state.step(OutputEnded(0), 0.1)
-    assert state.step(Replied(0), 0.1) == [ShowEnded(0, failed=False)]
-    state.step(Replied(1), 0.2)
+    assert state.step(RankReplied(0), 0.1) == [ShowEnded(0, failed=False)]
+    state.step(RankReplied(1), 0.2)
     assert state.running == [] and not state.is_over
     assert state.step(OutputEnded(1), 0.2) == [ShowEnded(1, failed=False)]
     assert state.is_over and state.ending() == "good" and state.reportable_errors() == {}
@@ -67,19 +67,19 @@ def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
 def test_the_controller_is_checked_while_only_messages_are_missing() -> None:
     """The controller forwards these messages: without the check, a cell waited forever after its end."""
     state = new_state(1)
-    state.step(Replied(0), 0.1)
-    assert {action for _, action in pass_time(state, 0.1, 1.0)} == {Do.CHECK}
+    state.step(RankReplied(0), 0.1)
+    assert {action for _, action in pass_time(state, 0.1, 1.0)} == {RankAction.CHECK}
 
 
 def test_a_failure_gives_other_ranks_grace_and_then_aborts_once() -> None:
     state = new_state(failure_grace=1.0)
     assert end_rank(state, 1, 5.0, WRONG) == [ShowEnded(1, failed=True)]
     found = pass_time(state, 5.0, 20.0)
-    assert time_of_first(found, Do.ABORT) == pytest.approx(6.0, abs=0.06)
-    assert [action for _, action in found].count(Do.ABORT) == 1
-    assert Do.INTERRUPT not in [action for _, action in found]
-    assert time_of_first(found, Do.REPORT_RUNNING) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
-    assert [action for _, action in found].count(Do.REPORT_RUNNING) == 1
+    assert time_of_first(found, RankAction.ABORT) == pytest.approx(6.0, abs=0.06)
+    assert [action for _, action in found].count(RankAction.ABORT) == 1
+    assert RankAction.INTERRUPT not in [action for _, action in found]
+    assert time_of_first(found, RankAction.REPORT_RUNNING) == pytest.approx(6.0 + cell_state.PATIENCE_SECONDS, abs=0.4)
+    assert [action for _, action in found].count(RankAction.REPORT_RUNNING) == 1
     for rank in (0, 2):
         end_rank(state, rank, 21.0, CUT)
     assert state.ending() == "failed" and state.reportable_errors() == {1: WRONG, 0: CUT, 2: CUT}
@@ -101,17 +101,17 @@ def test_losing_an_ended_rank_counts_as_a_wait() -> None:
 
 def test_stop_interrupts_then_aborts_then_abandons_ranks_that_stay_still() -> None:
     state = new_state()
-    assert Do.INTERRUPT in state.step(StopPressed(), 10.0)
+    assert RankAction.INTERRUPT in state.step(StopPressed(), 10.0)
     found = pass_time(state, 10.0, 30.0)
-    assert time_of_first(found, Do.ABORT) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
-    assert time_of_first(found, Ask.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
+    assert time_of_first(found, RankAction.ABORT) == pytest.approx(10.0 + cell_state.STOP_GRACE_SECONDS, abs=0.06)
+    assert time_of_first(found, Question.WHO_MOVES) >= 10.0 + cell_state.ASK_SECONDS
     assert state.is_abandoned and found[-1][0] <= 10.0 + cell_state.STOP_SECONDS
     assert state.ending() == "stopped" and state.running == [0, 1, 2]
 
 
 def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop() -> None:
     state, now = new_state(2), 1.0
-    assert state.step(StopPressed(), now)[:2] == [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
+    assert state.step(StopPressed(), now)[:2] == [RankAction.INTERRUPT, Question.WHO_CANNOT_STOP]
     assert state.step(CannotStop([1]), now) == [] and not state.is_over
     end_rank(state, 0, now + 0.1, CUT)
     state.step(TimePassed(), now + 0.1)
@@ -121,44 +121,44 @@ def test_a_stopped_cell_waits_for_no_rank_that_cannot_stop() -> None:
 def test_a_second_stop_aborts_at_once() -> None:
     state = new_state()
     state.step(StopPressed(), 10.0)
-    assert state.step(StopPressed(), 10.1)[:2] == [Do.INTERRUPT, Do.ABORT]
+    assert state.step(StopPressed(), 10.1)[:2] == [RankAction.INTERRUPT, RankAction.ABORT]
 
 
 def test_a_stop_waits_for_ranks_that_approach_their_end() -> None:
     state = new_state(1)
     state.step(StopPressed(), 0.0)
-    state.step(Moving([0]), 2.0)
+    state.step(MovingRanks([0]), 2.0)
     for now in (2.5, 5.0, 60.0):
         state.step(TimePassed(), now)
         assert not state.is_over
-    state.step(Moving([]), 60.1)
+    state.step(MovingRanks([]), 60.1)
     assert state.is_abandoned
 
 
 def test_a_timeout_records_places_before_it_stops_the_ranks() -> None:
     state = new_state(timeout=3.0)
     found = pass_time(state, 0.0, 30.0)
-    places = [action for _, action in found].index(Do.RECORD_PLACES)
-    assert [action for _, action in found][places + 1] == Do.INTERRUPT
-    assert time_of_first(found, Do.RECORD_PLACES) == pytest.approx(3.0, abs=0.11)
+    places = [action for _, action in found].index(RankAction.RECORD_PLACES)
+    assert [action for _, action in found][places + 1] == RankAction.INTERRUPT
+    assert time_of_first(found, RankAction.RECORD_PLACES) == pytest.approx(3.0, abs=0.11)
     assert state.ending() == "timed out" and state.is_abandoned
 
 
 def test_a_stall_is_reported_once() -> None:
     state = new_state()
-    assert Ask.STALL in [action for _, action in pass_time(state, 0.0, 1.0)]
-    assert state.step(StandStill(), 1.0) == [Do.REPORT_STALL]
-    assert Ask.STALL not in [action for _, action in pass_time(state, 1.1, 60.0)]
+    assert Question.STALL in [action for _, action in pass_time(state, 0.0, 1.0)]
+    assert state.step(CellStalled(), 1.0) == [RankAction.REPORT_STALL]
+    assert Question.STALL not in [action for _, action in pass_time(state, 1.1, 60.0)]
     assert not state.is_over
 
 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked() -> None:
     state = new_state(2)
-    state.step(Replied(0, caught=WRONG), 1.0)
+    state.step(RankReplied(0, caught=WRONG), 1.0)
     state.step(OutputEnded(0), 1.0)
-    assert Ask.STALL_AFTER_CAUGHT in state.step(TimePassed(), 1.1)
-    assert state.step(StandStill(after_caught=True), 3.1) == [Do.ABORT]
-    assert state.step(StandStill(after_caught=True), 3.2) == []
+    assert Question.STALL_AFTER_CAUGHT in state.step(TimePassed(), 1.1)
+    assert state.step(CellStalled(after_caught=True), 3.1) == [RankAction.ABORT]
+    assert state.step(CellStalled(after_caught=True), 3.2) == []
     end_rank(state, 1, 3.2, CUT)
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {0: WRONG, 1: CUT}
 
@@ -166,7 +166,7 @@ def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked() -> None:
 def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:
     state = new_state(1)
     state.step(StopPressed(), 0.0)
-    state.step(Replied(0), 0.1)
+    state.step(RankReplied(0), 0.1)
     assert not state.is_over
     state.step(TimePassed(), cell_state.STOP_SECONDS)
     assert state.is_over and state.running == []
@@ -178,7 +178,7 @@ def play_random_events(draw: random.Random, state: CellState) -> list[tuple[floa
     ends: list[Event] = [OutputEnded(rank) for rank in state.ranks]
     for rank in state.ranks:
         error = draw.choice([None, None, WRONG, CUT, ENDED])
-        ends.append(Replied(rank, error, draw.choice([None, None, WRONG]) if error is None else None))
+        ends.append(RankReplied(rank, error, draw.choice([None, None, WRONG]) if error is None else None))
     draw.shuffle(ends)
     del ends[: draw.choice([0, 0, 1, 2, 4])]  # some ranks never end
     stops = draw.choice([0, 0, 1, 2])
@@ -195,12 +195,12 @@ def play_random_events(draw: random.Random, state: CellState) -> list[tuple[floa
             actions = state.step(event, now)
             steps.append((now, event, actions))
             for action in actions:
-                if action is Ask.WHO_MOVES:
-                    waiting.append(Moving([rank for rank in state.running if draw.random() < 0.5]))
-                elif action is Ask.WHO_CANNOT_STOP and draw.random() < 0.3:
+                if action is Question.WHO_MOVES:
+                    waiting.append(MovingRanks([rank for rank in state.running if draw.random() < 0.5]))
+                elif action is Question.WHO_CANNOT_STOP and draw.random() < 0.3:
                     waiting.append(CannotStop([rank for rank in state.running if draw.random() < 0.5]))
-                elif action in (Ask.STALL, Ask.STALL_AFTER_CAUGHT) and draw.random() < 0.1:
-                    waiting.append(StandStill(action is Ask.STALL_AFTER_CAUGHT))
+                elif action in (Question.STALL, Question.STALL_AFTER_CAUGHT) and draw.random() < 0.1:
+                    waiting.append(CellStalled(action is Question.STALL_AFTER_CAUGHT))
     return steps
 
 
@@ -212,7 +212,7 @@ def test_any_order_of_events_keeps_the_promises(seed: int) -> None:
     steps = play_random_events(draw, state)
     events = [event for _, event, _ in steps]
     actions = [(now, action) for now, _, found in steps for action in found]
-    replied = {event.rank for event in events if isinstance(event, Replied)}
+    replied = {event.rank for event in events if isinstance(event, RankReplied)}
     silent = {event.rank for event in events if isinstance(event, OutputEnded)}
 
     # a cell is over when all ranks have ended, or when it was stopped and abandoned
@@ -223,25 +223,25 @@ def test_any_order_of_events_keeps_the_promises(seed: int) -> None:
         cannot = {rank for event in events if isinstance(event, CannotStop) for rank in event.ranks}
         assert steps[-1][0] >= state.stopped_at + cell_state.STOP_SECONDS or cannot >= set(state.running)
     # no error is lost, and each rank that has ended is shown once
-    assert set(state.errors) == {event.rank for event in events if isinstance(event, Replied) and event.error}
+    assert set(state.errors) == {event.rank for event in events if isinstance(event, RankReplied) and event.error}
     assert set(state.errors) <= set(state.reportable_errors())
     shown = [action.rank for _, action in actions if isinstance(action, ShowEnded)]
     assert sorted(shown) == sorted(replied & silent)
     # one interrupt per press, and one at the timeout
     stops = events.count(StopPressed())
-    interrupts = [now for now, action in actions if action is Do.INTERRUPT]
+    interrupts = [now for now, action in actions if action is RankAction.INTERRUPT]
     assert len(interrupts) == stops + (state.ending() == "timed out")
     # waiting ranks are aborted in time, not too early, and again only by the stop button
-    releases = [now for now, action in actions if action is Do.ABORT]
-    failed = [now for now, event, _ in steps if isinstance(event, Replied) and event.error]
-    caught = any(isinstance(event, Replied) and event.caught for event in events)
+    releases = [now for now, action in actions if action is RankAction.ABORT]
+    failed = [now for now, event, _ in steps if isinstance(event, RankReplied) and event.error]
+    caught = any(isinstance(event, RankReplied) and event.caught for event in events)
     if releases and state.stopped_at is None and not caught:
         assert releases[0] >= failed[0] + limits.failure_grace
     if failed and state.running and steps[-1][0] > failed[0] + limits.failure_grace + 1:
         assert releases and releases[0] <= max(failed[0] + limits.failure_grace, 0) + 0.31
     assert len(releases) <= 1 + stops
     # each report is made once, and never after a stop
-    for report in (Do.REPORT_RUNNING, Do.REPORT_STALL, Do.RECORD_PLACES):
+    for report in (RankAction.REPORT_RUNNING, RankAction.REPORT_STALL, RankAction.RECORD_PLACES):
         assert [action for _, action in actions].count(report) <= 1
 
 
@@ -250,7 +250,11 @@ def test_after_a_failure_ranks_without_unblocking_are_interrupted_and_abandoned(
     end_rank(state, 1, 0.0, WRONG)
     found = pass_time(state, 0.1, 60)
     assert state.is_over and state.ending() == "failed"
-    assert time_of_first(found, Do.ABORT) < time_of_first(found, Do.INTERRUPT) < time_of_first(found, Ask.WHO_MOVES)
+    assert (
+        time_of_first(found, RankAction.ABORT)
+        < time_of_first(found, RankAction.INTERRUPT)
+        < time_of_first(found, Question.WHO_MOVES)
+    )
 
 
 def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
@@ -265,9 +269,9 @@ def test_a_rank_that_ddip_interrupts_after_a_failure_says_so() -> None:
 def test_endless_waits_for_a_rank_that_caught_its_error_fail() -> None:
     """Otherwise the notebook waited for its answer forever."""
     state = new_state(2, can_unblock=False)
-    state.step(Replied(1, caught=WRONG), 0.0)
+    state.step(RankReplied(1, caught=WRONG), 0.0)
     state.step(OutputEnded(1), 0.0)
-    state.step(StandStill(after_caught=True), 2.0)
+    state.step(CellStalled(after_caught=True), 2.0)
     pass_time(state, 2.0, 60)
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {1: WRONG}
 
@@ -275,4 +279,4 @@ def test_endless_waits_for_a_rank_that_caught_its_error_fail() -> None:
 def test_a_stop_interrupts_ranks_that_cannot_be_unblocked_once() -> None:
     state = new_state(2, can_unblock=False)
     found = [*state.step(StopPressed(), 0.0), *(action for _, action in pass_time(state, 0.1, 60))]
-    assert found.count(Do.INTERRUPT) == found.count(Do.ABORT) == 1 and state.is_over
+    assert found.count(RankAction.INTERRUPT) == found.count(RankAction.ABORT) == 1 and state.is_over

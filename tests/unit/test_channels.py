@@ -14,19 +14,19 @@ REPORT: Any = {"released": False, "state": "ours"}
 
 
 def test_an_ended_engine_differs_from_an_error_named_alike() -> None:
-    assert channels._reply(RemoteError("EngineError", "", "", {})).ended
-    reply = channels._reply(RemoteError("EngineError", "mine", "where", {"engine_id": 1}))
+    assert channels._read_result_safely(RemoteError("EngineError", "", "", {})).ended
+    reply = channels._read_result_safely(RemoteError("EngineError", "mine", "where", {"engine_id": 1}))
     assert not reply.ended
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("EngineError", "mine")
 
 
 def test_an_aborted_call_counts_as_interrupted_before_it_began() -> None:
-    reply = channels._reply(TaskAborted())
+    reply = channels._read_result_safely(TaskAborted())
     assert reply.raised is not None and reply.raised.name == "KeyboardInterrupt" and reply.raised.at > 0
 
 
 def test_an_error_raised_by_ipyparallel_is_an_error() -> None:
-    reply = channels._reply(OSError("no route"))
+    reply = channels._read_result_safely(OSError("no route"))
     assert reply.raised is not None and (reply.raised.name, reply.raised.message) == ("OSError", "no route")
 
 

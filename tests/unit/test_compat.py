@@ -27,7 +27,7 @@ from .scripted import ScriptedEngine
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 APPS = {"fastai", "fastcore", "accelerate", "transformers", "lightning", "pytorch_lightning", "torchmetrics"}
 """Libraries that take seconds to import; ``tests/frameworks/test_names.py`` tests them."""
-TABLES = [compat_torch.NAMES, *(names for names in private_names.tables() if names.library not in APPS)]
+TABLES = [compat_torch.NAMES, *(names for names in private_names.name_tables() if names.library not in APPS)]
 OLD = {compat_ipython.COMPLETION} if IPython.version_info < (8, 6) else set()
 """Features that the installed versions lack."""
 if sys.version_info >= (3, 12) and IPython.version_info < (8,):
@@ -80,8 +80,8 @@ def test_missing_names_that_every_group_needs_are_reported(
 
 
 def test_the_doctor_checks_names_without_importing_modules() -> None:
-    installed = [names for names in private_names.tables() if names.is_installed]
-    reports = [private_names.report(names, private_names.is_in_source) for names in installed]
+    installed = [names for names in private_names.name_tables() if names.is_installed]
+    reports = [private_names.report_missing(names, private_names.is_in_source) for names in installed]
     assert [one for one in reports if one["lacks"] or set(one["off"]) - OLD] == []
     missing = ["IPython.no_module.x", "IPython.core.completer.no_name", "IPython.core.completer.no_class.name"]
     assert [private_names.is_in_source(name) for name in (*missing, "IPython.core.completer.Completer")] == [
@@ -130,7 +130,7 @@ def test_a_missing_name_in_the_notebook_prevents_the_start(monkeypatch: pytest.M
 def test_missing_names_for_attaching_refuse_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat_ipyparallel.NOTEBOOK.off, compat_ipyparallel.ATTACH, ["ipyparallel.x"])
     with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ \(tested: [\d.]+\): %makedip -c and --engines cannot"):
-        attached.connect("no such file")
+        attached.connect_client("no such file")
 
 
 def test_missing_names_for_completions_turn_completions_off(
@@ -145,5 +145,5 @@ def test_missing_names_for_completions_turn_completions_off(
 
 def test_the_page_says_which_versions_are_tested() -> None:
     rows = {tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in PAGE.read_text().splitlines()}
-    wanted = {(names.library, names.tested) for names in [compat_torch.NAMES, *private_names.tables()]}
+    wanted = {(names.library, names.tested) for names in [compat_torch.NAMES, *private_names.name_tables()]}
     assert wanted <= rows

@@ -135,13 +135,13 @@ def test_a_rank_that_does_not_answer_hangs_no_cell(
     """Interrupt a rank that does not answer, such as in a finalizer; the next cell runs."""
     monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
     group = new_group(2)
-    usual = group.engine(1).answers[on_rank.compare.target]
+    usual = group.engine(1).answers[on_rank.hash_variables.target]
 
     def stay_silent_once(*_: object) -> None:
-        group.engine(1).answers[on_rank.compare.target] = usual
+        group.engine(1).answers[on_rank.hash_variables.target] = usual
         raise Silence
 
-    group.engine(1).answers[on_rank.compare.target] = stay_silent_once
+    group.engine(1).answers[on_rank.hash_variables.target] = stay_silent_once
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.run("pass")
@@ -212,12 +212,12 @@ def test_a_line_that_cannot_be_printed_hides_no_fault(new_group: NewGroup, monke
         raise BrokenPipeError
 
     monkeypatch.setattr(cells, "tell_aborted", raise_once)
-    before = group.engine(0).calls.count(on_rank.join.target)
+    before = group.engine(0).calls.count(on_rank.join_group.target)
     group.engine(0).released = True
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.run("pass")
-    assert group.engine(0).calls.count(on_rank.join.target) == before + 1
+    assert group.engine(0).calls.count(on_rank.join_group.target) == before + 1
 
 
 def test_a_training_fault_before_any_recorded_state_says_so(

@@ -38,8 +38,8 @@ def test_a_check_prints_a_line_with_its_advice_below() -> None:
 def test_only_a_failed_check_is_an_exit_code() -> None:
     fine, hint, bad = ok("a", ""), warning("b", "x", "y"), failed("c", "x", "y")
     assert [doctor_report.exit_code(checks) for checks in ([], [fine, hint], [fine, bad])] == [0, 0, 1]
-    assert doctor_report.summary([fine, hint, bad, bad], 1.25) == "4 checks in 1.2 s: 2 failed, 1 warning"
-    assert doctor_report.summary([fine, fine], 1) == "2 checks in 1.0 s: all ok"
+    assert doctor_report.summary_line([fine, hint, bad, bad], 1.25) == "4 checks in 1.2 s: 2 failed, 1 warning"
+    assert doctor_report.summary_line([fine, fine], 1) == "2 checks in 1.0 s: all ok"
 
 
 def test_the_keys_of_the_json_object_stay() -> None:
@@ -61,13 +61,13 @@ def test_a_check_that_raises_fails_and_other_checks_still_run() -> None:
         yield ok("a", "")
         raise OSError(5, "Input/output error")
 
-    (one,) = command.guarded("memory", raise_missing_module)
+    (one,) = command.guard_check("memory", raise_missing_module)
     assert (
         one.status == "failed"
         and "No module named 'psutil'" in one.found
         and one.advice.startswith("install psutil again")
     )
-    first, second = command.guarded("b", fail_after_one_check)
+    first, second = command.guard_check("b", fail_after_one_check)
     assert (first.status, second.status, second.name) == ("ok", "failed", "b") and "Input/output" in second.found
 
 
@@ -257,7 +257,7 @@ H100 = "0, 550.54.15, 81559, 4, NVIDIA H100 80GB HBM3\n1, 550.54.15, 81559, 6000
     ],
 )
 def test_the_output_of_nvidia_smi_is_read(text: str, found: list[Gpu]) -> None:
-    assert gpus.parse(text) == found
+    assert gpus.parse_table(text) == found
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_the_output_of_nvidia_smi_is_read(text: str, found: list[Gpu]) -> None:
 def test_the_doctor_checks_the_driver_and_gpu_use(
     text: str, error: str, in_machine: int, counted: int, visible: list[str], statuses: list[str], said: str
 ) -> None:
-    checks = gpus.judge_gpus(gpus.parse(text), error, in_machine, counted, visible)
+    checks = gpus.judge_gpus(gpus.parse_table(text), error, in_machine, counted, visible)
     assert [check.name for check in checks] == ["driver", "gpus"]
     assert [check.status for check in checks] == statuses
     assert said in "\n".join(map(str, checks))
@@ -284,14 +284,14 @@ def test_the_doctor_checks_the_driver_and_gpu_use(
 
 def test_nvidia_smi_may_fail_or_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus.ask() == []
+    assert gpus.query_nvidia_smi() == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'could not talk to the driver'\nexit 9\n")
     program.chmod(0o755)
     with pytest.raises(RuntimeError, match="could not talk"):
-        gpus.ask()
+        gpus.query_nvidia_smi()
     program.write_text("#!/bin/sh\necho '0, 550, 80, 4, H100'\n")
-    assert gpus.ask() == [Gpu(0, "550", 80 << 20, 4 << 20, "H100")]
+    assert gpus.query_nvidia_smi() == [Gpu(0, "550", 80 << 20, 4 << 20, "H100")]
 
 
 def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_names_of_several_libraries_are_one_check() -> None:
     ],
 )
 def test_a_failed_import_of_torch_is_reported(code: int, errors: str, found: str, advice: str) -> None:
-    known, why = torch_build.read(code, "", errors)
+    known, why = torch_build.read_facts(code, "", errors)
     assert known is None
     (check,) = torch_build.judge_torch(known, why, 0)
     assert check.status == "failed" and found in check.found and advice in check.advice
@@ -380,7 +380,7 @@ def test_a_failed_import_of_torch_is_reported(code: int, errors: str, found: str
 
 def test_the_doctor_reads_the_output_of_its_probe(capfd: pytest.CaptureFixture[str]) -> None:
     torch_build.main()
-    known, why = torch_build.read(0, "printed by a library\n" + capfd.readouterr().out, "")
+    known, why = torch_build.read_facts(0, "printed by a library\n" + capfd.readouterr().out, "")
     assert known is not None and why == ""
     assert known.keys() == Facts.__annotations__.keys()
     assert "gloo" in known["backends"]
@@ -444,7 +444,7 @@ def test_nccl_settings_are_listed_without_a_warning() -> None:
 
 def test_the_doctor_warns_of_files_that_hide_modules() -> None:
     entries = ["random.py", "queue", "torch.py", "train.py", "os.py", "sys.py", "random.txt", "random.cfg.py", "data"]
-    assert software.hiding(entries) == ["queue", "random.py", "torch.py"]
+    assert software.hiding_entries(entries) == ["queue", "random.py", "torch.py"]
     assert software.judge_folder([], {}).status == "ok"
     assert software.judge_folder(["random.py"], {}).status == "warning"
     check = software.judge_folder(["random.py"], {"queue": "/f/queue.py"})
@@ -468,11 +468,11 @@ def test_the_doctor_checks_the_current_folder(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_trial_start_passes_or_fails() -> None:
-    wrong = trial.judge("gloo", [1.5, 1.5], 1.25, 0.002, "")
+    wrong = trial.judge_start("gloo", [1.5, 1.5], 1.25, 0.002, "")
     assert wrong.status == "failed" and "the wrong sum: 1.5, 1.5 instead of 3" in wrong.found
-    assert trial.judge("gloo", [3.0, 3.0], 1.25, 0.002, "").status == "ok"
-    assert trial.judge("nccl", [1.0], 1.25, 0.002, "").status == "ok"
-    spawned = trial.judge("gloo", [3.0, 3.0], 4.0, 0.002, "the preload process ended")
+    assert trial.judge_start("gloo", [3.0, 3.0], 1.25, 0.002, "").status == "ok"
+    assert trial.judge_start("nccl", [1.0], 1.25, 0.002, "").status == "ok"
+    spawned = trial.judge_start("gloo", [3.0, 3.0], 4.0, 0.002, "the preload process ended")
     assert spawned.status == "warning" and "spawned, not forked: the preload process ended" in spawned.found
 
 

@@ -24,7 +24,8 @@ CASES = list(product([1, 7, 8, 9, 31, 32, 33, 101], [1, 4, 8], [False, True], [1
 @pytest.mark.parametrize("in_runs", [False, True])
 def test_every_batch_counts_once_and_ranks_have_equal_steps(in_runs: bool) -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size, in_runs=in_runs) for rank in range(size)]
+        sizes = plan.sizes_of(n, bs, drop_last)
+        plans = [plan.assign_training_batches(sizes, rank, size, in_runs=in_runs) for rank in range(size)]
         assert len({len(one.batches) for one in plans}) == 1
         counted = [batch for one in plans for batch, weight in zip(one.batches, one.weights, strict=True) if weight]
         assert sorted(counted) == list(range(n // bs if drop_last else -(-n // bs)))
@@ -32,7 +33,7 @@ def test_every_batch_counts_once_and_ranks_have_equal_steps(in_runs: bool) -> No
 
 def test_a_step_equals_one_larger_batch_of_a_single_process() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
+        plans = [plan.assign_training_batches(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         kept = n // bs * bs if drop_last else n
         whole = list(range(kept))
         for step in range(len(plans[0].batches)):
@@ -42,7 +43,7 @@ def test_a_step_equals_one_larger_batch_of_a_single_process() -> None:
 
 def test_weighted_means_over_ranks_equal_the_mean_over_items() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.training(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
+        plans = [plan.assign_training_batches(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
         whole = list(range(n // bs * bs if drop_last else n))
         for step in range(len(plans[0].batches)):
             shares = [plan.items_of(whole, bs, [one.batches[step]]) for one in plans]
@@ -54,12 +55,12 @@ def test_weighted_means_over_ranks_equal_the_mean_over_items() -> None:
 
 def test_each_rank_reads_consecutive_batches() -> None:
     for rank in range(3):
-        batches = plan.training([10] * 10, rank, 3, in_runs=True)
+        batches = plan.assign_training_batches([10] * 10, rank, 3, in_runs=True)
         real = [batch for batch, weight in zip(batches.batches, batches.weights, strict=True) if weight]
         assert real == list(range(real[0], real[0] + len(real)))
 
 
 def test_results_of_ranks_return_in_the_order_of_items() -> None:
     for whole, size in product(range(8), [1, 2, 3, 4]):
-        parts = [list(plan.evaluation(whole, rank, size)) for rank in range(size)]
+        parts = [list(plan.assign_evaluation_batches(whole, rank, size)) for rank in range(size)]
         assert plan.in_order(parts) == list(range(whole))

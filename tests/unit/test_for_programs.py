@@ -129,7 +129,10 @@ def server_session(path: str) -> dict[str, Any]:
     ],
 )
 def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> None:
-    assert notebooks.chosen([server_session("a.ipynb"), server_session("work/b.ipynb")], typed)["notebook"] == found
+    assert (
+        notebooks.choose_notebook([server_session("a.ipynb"), server_session("work/b.ipynb")], typed)["notebook"]
+        == found
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,12 +146,16 @@ def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> N
 )
 def test_an_ambiguous_choice_of_a_notebook_lists_the_candidates(paths: list[str], typed: str, why: str) -> None:
     with pytest.raises(KernelError) as raised:
-        notebooks.chosen([server_session(path) for path in paths], typed)
+        notebooks.choose_notebook([server_session(path) for path in paths], typed)
     assert why in str(raised.value)
 
 
 def test_a_single_notebook_is_chosen_without_its_name() -> None:
-    assert notebooks.chosen([server_session("a")], "") == {"notebook": "a", "kernel": "id of a", "state": "idle"}
+    assert notebooks.choose_notebook([server_session("a")], "") == {
+        "notebook": "a",
+        "kernel": "id of a",
+        "state": "idle",
+    }
 
 
 def kernel_reply(**answer: Any) -> dict[str, Any]:

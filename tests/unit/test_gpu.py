@@ -79,7 +79,7 @@ def backend(log: list[str], monkeypatch: pytest.MonkeyPatch) -> Backend:
 def release_rank(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> bool:
     """Release the rank, wait until that is complete, and return True if work was cut off."""
     monkeypatch.setattr(membership, "gpu", gpu)
-    cut_off = membership.release("the store", [])
+    cut_off = membership.release_group("the store", [])
     for thread in threading.enumerate():
         if thread.name == "ddip-release":
             thread.join()
@@ -117,13 +117,13 @@ def test_a_collective_that_begins_beside_the_abort_is_noticed(
 ) -> None:
     gpu = SimulatedGpu(False)
     gpu.begin_cell()
-    begin_aborts = c10d.abort
+    begin_aborts = c10d.abort_collectives
 
     def begin_abort() -> None:
         gpu.count += 1
         begin_aborts()
 
-    monkeypatch.setattr(c10d, "abort", begin_abort)
+    monkeypatch.setattr(c10d, "abort_collectives", begin_abort)
     assert release_rank(monkeypatch, gpu) is True
     assert "interrupt" in log
 
@@ -137,10 +137,10 @@ def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
     release_rank(monkeypatch, SimulatedGpu(True))
     assert log == ["abort", "cut"]
     with pytest.raises(RuntimeError, match="^the GPU still runs aborted work"):
-        membership.leave()
+        membership.leave_group()
     backend.may_end.set()
     monkeypatch.setattr(membership, "ABORT_SECONDS", 10.0)
-    assert membership.leave() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+    assert membership.leave_group() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
 
 
 def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, mon
 
 
 def test_an_abort_for_another_group_does_nothing(log: list[str], backend: Backend) -> None:
-    assert membership.release("another store", []) is False
+    assert membership.release_group("another store", []) is False
     assert log == []
 
 

@@ -58,15 +58,17 @@ def test_a_failed_rank_unblocks_waiting_ranks_and_causes_a_rebuild(
     with pytest.raises(CellError, match="^rank 1: ValueError: no; ranks 0, 2 .*blocked in all_reduce") as error:
         group.run(cell_by_rank("wait", "raise ValueError no", "wait"))
     assert error.value.by_rank[0].waited == "all_reduce"
-    before = group.engine(0).calls.count(on_rank.join.target)
+    before = group.engine(0).calls.count(on_rank.join_group.target)
     group.run("print again")
     assert capsys.readouterr().out == "again\n"
-    assert [group.engine(rank).calls.count(on_rank.join.target) for rank in range(3)] == [before + 1] * 3
+    assert [group.engine(rank).calls.count(on_rank.join_group.target) for rank in range(3)] == [before + 1] * 3
 
 
 def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"cell": 7, "line": 3, "source": "loop()"})
+    group.engine(1).answers[on_rank.main_thread_location.target] = lambda: _press_and(
+        {"cell": 7, "line": 3, "source": "loop()"}
+    )
     with pytest.raises(CellInterrupted):
         group.run(cell_by_rank("raise ValueError no", "sleep"))
     stderr = capsys.readouterr().err
@@ -81,7 +83,7 @@ def _press_and(answer: Any) -> Any:
 
 def test_the_stop_button_ends_sleeping_and_waiting_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
-    group.engine(2).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
+    group.engine(2).answers[on_rank.main_thread_pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0-2$") as error:
         group.run(cell_by_rank("wait", "sleep", "sleep"), show_ranks=[0, 1, 2])
     assert error.value.by_rank[0].waited == "all_reduce" and error.value.by_rank[1].name == "KeyboardInterrupt"
@@ -116,7 +118,7 @@ def test_a_cell_that_never_began_on_one_rank_fails(new_group: NewGroup, caplog: 
 
 def test_a_finished_rank_is_not_reported_as_interrupted(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.pulse.target] = lambda: _press_and([0, 0.0])
+    group.engine(1).answers[on_rank.main_thread_pulse.target] = lambda: _press_and([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
         group.run(cell_by_rank("pass", "deaf"))
 
@@ -142,7 +144,9 @@ def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatien
 
 def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2, stall_timeout=0.02)
-    group.engine(1).answers[on_rank.here.target] = lambda: _press_and({"function": "all_reduce", "cell": 1, "line": 2})
+    group.engine(1).answers[on_rank.main_thread_location.target] = lambda: _press_and(
+        {"function": "all_reduce", "cell": 1, "line": 2}
+    )
     with pytest.raises(CellInterrupted):
         group.run(cell_by_rank("pass", "wait"))
     stderr = capsys.readouterr().err
@@ -239,7 +243,7 @@ def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
         group.scripted.controller_ended = True
         return [0, 0.0]
 
-    group.engine(0).answers[on_rank.pulse.target] = end_controller
+    group.engine(0).answers[on_rank.main_thread_pulse.target] = end_controller
     with pytest.raises(GroupError, match="^the controller process ended; %makedip -r"):
         group.run("sleep")
 
@@ -264,11 +268,11 @@ def test_after_a_failure_only_threads_excuse_ranks_out_of_step(new_group: NewGro
         used = group_use(number)
         used.update(by_main=False, may_begin="maybe", by_threads=by_threads)
         group.engine(rank).begun = {"default cpu": used}
-    before = group.engine(0).calls.count(on_rank.join.target)
+    before = group.engine(0).calls.count(on_rank.join_group.target)
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.run("pass")
-    assert group.engine(0).calls.count(on_rank.join.target) == before + (not by_threads)
+    assert group.engine(0).calls.count(on_rank.join_group.target) == before + (not by_threads)
 
 
 def test_an_incomplete_report_of_a_rank_is_mentioned(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from ddip import apps
 from ddip.cluster import devices
 from ddip.errors import BadInput, CellError, GroupError, RankError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.members.placement import Request
-from ddip.group.members.places import Place
+from ddip.group.members.places import Allocation
 from ddip.group.process_group import fitness
 from ddip.protocol import on_rank
 
@@ -24,7 +24,7 @@ from .scripted import Deafness, EngineEnds, ScriptedEngine, ScriptedGroup, Silen
 
 def join_counts(group: ScriptedGroup) -> list[int]:
     """Return how often each rank's process has joined a group."""
-    return [group.engine(rank).calls.count(on_rank.join.target) for rank in range(group.world_size)]
+    return [group.engine(rank).calls.count(on_rank.join_group.target) for rank in range(group.world_size)]
 
 
 def raise_error(error: BaseException) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def frame_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """Install an app ``frame``."""
-    monkeypatch.setattr(apps, "find", lambda name: "frame.app" if name else "")
+    monkeypatch.setattr(apps, "find_module", lambda name: "frame.app" if name else "")
 
 
 # -- start
@@ -134,7 +134,7 @@ def test_a_stopped_start_says_that_there_is_no_group(new_group: NewGroup) -> Non
 def test_a_rank_that_cannot_join_fails_the_start(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
-            engine.answers[on_rank.join.target] = raise_error(OSError("no interface"))
+            engine.answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
 
     with pytest.raises(GroupError, match="^forming the group failed: rank 1: OSError: no interface"):
         new_group(2, script=script)
@@ -142,20 +142,20 @@ def test_a_rank_that_cannot_join_fails_the_start(new_group: NewGroup) -> None:
 
 def test_a_group_that_fails_to_form_gets_another_attempt(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
-        join = engine.answers[on_rank.join.target]
+        join = engine.answers[on_rank.join_group.target]
 
         def join_fails_once(spec: Any) -> Any:
-            engine.answers[on_rank.join.target] = join
+            engine.answers[on_rank.join_group.target] = join
             raise RuntimeError("a stranger has connected")
 
-        engine.answers[on_rank.join.target] = join_fails_once
+        engine.answers[on_rank.join_group.target] = join_fails_once
 
     assert join_counts(new_group(2, script=script)) == [2, 2]
 
 
 def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
-        engine.answers[on_rank.join.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
+        engine.answers[on_rank.join_group.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
 
     with pytest.raises(GroupError, match="an unknown process connected to a rank during the start"):
         new_group(1, script=script)
@@ -164,7 +164,7 @@ def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) 
 def test_a_rank_that_misses_the_start_timeout_is_named(new_group: NewGroup) -> None:
     def script(engine: ScriptedEngine) -> None:
         if engine.number == 1:
-            engine.answers[on_rank.join.target] = raise_error(Silence())
+            engine.answers[on_rank.join_group.target] = raise_error(Silence())
 
     with pytest.raises(
         RequestFailed, match="^rank 1 did not finish forming the group in time; -t SECONDS waits longer"
@@ -182,7 +182,7 @@ def test_an_ended_group_is_empty(new_group: NewGroup) -> None:
 
 def test_a_stopped_end_still_frees_all_resources(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     group, given_back = new_group(), list[bool]()
-    monkeypatch.setattr(Place, "give_back", lambda _: given_back.append(True))
+    monkeypatch.setattr(Allocation, "give_back", lambda _: given_back.append(True))
     stop = group.cluster.stop
     monkeypatch.setattr(group.cluster, "stop", press_stop_and_answer(stop))
     with pytest.raises((KeyboardInterrupt, RequestInterrupted)):
@@ -217,11 +217,11 @@ def test_a_stopped_change_describes_the_resulting_group(new_group: NewGroup) -> 
     with pytest.raises(RequestInterrupted, match=r"^the change was interrupted; the group is unchanged \(2 ranks"):
         group.change(Request(n=3))
     group.script = lambda engine: None
-    leave = group.engine(0).answers[on_rank.leave.target]
-    group.engine(0).answers[on_rank.leave.target] = press_stop_and_answer(leave)
+    leave = group.engine(0).answers[on_rank.leave_group.target]
+    group.engine(0).answers[on_rank.leave_group.target] = press_stop_and_answer(leave)
     with pytest.raises(RequestInterrupted, match=r"\(3 ranks on the CPU, gloo\)|\(2 ranks"):
         group.change(Request(n=3))
-    group.engine(0).answers[on_rank.leave.target] = leave
+    group.engine(0).answers[on_rank.leave_group.target] = leave
     group.run("pass")
 
 
@@ -229,17 +229,22 @@ def test_a_change_lists_the_objects_lost_with_the_former_group(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(2)
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 2, "rpc": False}
+    group.engine(0).answers[on_rank.leave_group.target] = lambda: {
+        "wrappers": 0,
+        "meshes": 0,
+        "subgroups": 2,
+        "rpc": False,
+    }
     group.change(Request(n=1))
     assert "; subgroups that were made before must be recreated" in capsys.readouterr().err
-    assert on_rank.revive.target not in group.engine(0).calls
+    assert on_rank.revive_wrappers.target not in group.engine(0).calls
 
 
 def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):
-        engine.answers[on_rank.leave.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
-        engine.answers[on_rank.revive.target] = lambda: 1
+        engine.answers[on_rank.leave_group.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
+        engine.answers[on_rank.revive_wrappers.target] = lambda: 1
     group.script = lambda engine: None
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
@@ -250,19 +255,29 @@ def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: py
 
 def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -> None:
     group = new_group(2)
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 1, "meshes": 0, "subgroups": 0, "rpc": False}
-    group.engine(1).answers[on_rank.revive.target] = raise_error(MemoryError("too little"))
+    group.engine(0).answers[on_rank.leave_group.target] = lambda: {
+        "wrappers": 1,
+        "meshes": 0,
+        "subgroups": 0,
+        "rpc": False,
+    }
+    group.engine(1).answers[on_rank.revive_wrappers.target] = raise_error(MemoryError("too little"))
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     with pytest.raises(GroupError, match="rank 1: MemoryError: too little"):
         group.run("pass")
-    group.engine(0).answers[on_rank.leave.target] = lambda: {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+    group.engine(0).answers[on_rank.leave_group.target] = lambda: {
+        "wrappers": 0,
+        "meshes": 0,
+        "subgroups": 0,
+        "rpc": False,
+    }
     group.run("pass")
 
 
 def test_a_change_that_cannot_form_the_group_names_the_rank(new_group: NewGroup) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.join.target] = raise_error(OSError("no interface"))
+    group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
     with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError: no interface; %makedip --repair"):
         group.change(Request(n=3))
     assert group.repair() == [1]
@@ -298,7 +313,7 @@ def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
 
 def test_a_rank_that_fails_every_group_is_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
-    group.engine(1).answers[on_rank.join.target] = raise_error(OSError("no interface"))
+    group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
     group.lifecycle.parts.manager.healthy = False
     with pytest.raises(GroupError, match="could not be rebuilt: rank 1: OSError: no interface; %makedip --repair"):
         group.run("pass")
@@ -309,14 +324,14 @@ def test_a_rank_that_fails_every_group_is_replaced(new_group: NewGroup) -> None:
 def test_a_helper_reveals_a_rank_that_spoils_every_group(new_group: NewGroup) -> None:
     group = new_group(3)
     engine = group.engine(2)
-    join = engine.answers[on_rank.join.target]
+    join = engine.answers[on_rank.join_group.target]
 
     def join_only_alone(spec: Any) -> Any:
         if spec.world_size > 1:
             raise OSError("not with others")
         return join(spec)
 
-    engine.answers[on_rank.join.target] = join_only_alone
+    engine.answers[on_rank.join_group.target] = join_only_alone
     group.lifecycle.parts.manager.healthy = False
     assert group.repair() == [2]
     group.run("pass")
@@ -420,7 +435,7 @@ def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, fr
 
 def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(1).answers[on_rank.command_app.target] = raise_error(ValueError("odd"))
+    group.engine(1).answers[on_rank.run_app_command.target] = raise_error(ValueError("odd"))
     before = join_counts(group)
     with pytest.raises(RequestFailed, match="^the app's command failed: rank 1: ValueError: odd"):
         group.command("status")
@@ -433,8 +448,8 @@ def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGro
 
 def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
-    group.engine(1).answers[on_rank.command_app.target] = raise_error(Silence())
+    group.engine(0).answers[on_rank.run_app_command.target] = press_stop_and_answer()
+    group.engine(1).answers[on_rank.run_app_command.target] = raise_error(Silence())
     with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on rank 1$"):
         group.command("status")
     group.run("pass")
@@ -442,8 +457,8 @@ def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, frame_app: None)
 
 def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, impatient: None, frame_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(0).answers[on_rank.command_app.target] = press_stop_and_answer()
-    group.engine(1).answers[on_rank.command_app.target] = raise_error(Deafness())
+    group.engine(0).answers[on_rank.run_app_command.target] = press_stop_and_answer()
+    group.engine(1).answers[on_rank.run_app_command.target] = raise_error(Deafness())
     with pytest.raises(RequestInterrupted, match="(?s)interrupted on rank 1\nrank 1 did not stop:.*--repair"):
         group.command("status")
     with pytest.raises(GroupError, match="^rank 1 is still the app's command, which was interrupted:"):
@@ -458,7 +473,7 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
 ) -> None:
     """The answer may arrive at any moment, on another thread."""
     group = new_group(2)
-    group.engine(1).answers[on_rank.check.target] = raise_error(Silence())
+    group.engine(1).answers[on_rank.check_group.target] = raise_error(Silence())
     problems = group.ranks._errors_of
 
     def read_errors_then_answer(requests: Any) -> Any:
@@ -470,12 +485,12 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
     monkeypatch.setattr(group.ranks, "_errors_of", read_errors_then_answer)
     monkeypatch.setattr(group.ranks, "_wait_for_all", lambda *_: None)
     with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
-        group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check()), 0.0)
+        group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check_group()), 0.0)
 
 
 def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
-    group.engine(1).answers[on_rank.command_app.target] = raise_error(EngineEnds())
+    group.engine(1).answers[on_rank.run_app_command.target] = raise_error(EngineEnds())
     with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
         group.command("status")
     with pytest.raises(GroupError, match="rank 1: pid"):
@@ -485,9 +500,9 @@ def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, fram
 def test_an_interrupted_completion_is_not_waited_for(new_group: NewGroup) -> None:
     group = new_group(1)
     group.engine(0).names["model"] = 1
-    assert group.try_call(on_rank.complete("mo", 2), 0.01) == {"matches": ["model"]}
-    group.engine(0).answers[on_rank.complete.target] = raise_error(Silence())
-    assert group.try_call(on_rank.complete("mo", 2), 0.01) is None
+    assert group.try_call(on_rank.complete_code("mo", 2), 0.01) == {"matches": ["model"]}
+    group.engine(0).answers[on_rank.complete_code.target] = raise_error(Silence())
+    assert group.try_call(on_rank.complete_code("mo", 2), 0.01) is None
     group.run("pass")
     assert group.scripted.interrupted == [0]
 
@@ -505,7 +520,7 @@ def test_a_rank_that_lost_its_heartbeat_is_reported(new_group: NewGroup) -> None
 def test_the_table_of_ranks_shows_busy_and_ended_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
     group.scripted.end_engine(2, 1)
-    group.engine(1).answers[on_rank.figures.target] = raise_error(Silence())
+    group.engine(1).answers[on_rank.rank_figures.target] = raise_error(Silence())
     infos = group.info()
     assert [info.state for info in infos] == ["idle", "no answer", "ended"]
     assert infos[0].memory == 1000 and infos[0].seconds == 0.5

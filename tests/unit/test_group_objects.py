@@ -15,7 +15,7 @@ from ddip.output.area import CellOutputArea
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
 from ddip.output.transcript import WIDGET, plain_of
-from ddip.output.widgets import merge
+from ddip.output.widgets import merge_state
 from ddip.protocol import on_rank
 from ddip.protocol.objects.shared import SharedBytes
 
@@ -70,7 +70,7 @@ def test_large_objects_travel_in_parts(new_group: NewGroup, monkeypatch: pytest.
     pushed = [share for text, share in shares if text.startswith("ddip: pushing text")]
     pulled = [share for text, share in shares if text.startswith("ddip: pulling text from rank 1")]
     assert len(pushed) == len(pulled) == 11 and 0 <= (pushed[0] or 0) < (pushed[-1] or 0) < 1
-    assert group.engine(1).calls.count(on_rank.drop.target) == 1
+    assert group.engine(1).calls.count(on_rank.drop_transfers.target) == 1
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_ranks_on_this_host_read_one_shared_copy(new_group: NewGroup, small_part
         for target in group.engine(engine).calls
         if target.startswith("objects.rank_transfer.")
     ]
-    assert calls == [on_rank.put.target, on_rank.put.target, on_rank.pack.target]
-    assert on_rank.put.target not in group.engine(1).calls
+    assert calls == [on_rank.apply_push.target, on_rank.apply_push.target, on_rank.pack_variables.target]
+    assert on_rank.apply_push.target not in group.engine(1).calls
 
 
 def test_ranks_that_cannot_read_the_copy_get_parts(new_group: NewGroup, small_parts: None) -> None:
@@ -101,7 +101,7 @@ def test_ranks_that_cannot_read_the_copy_get_parts(new_group: NewGroup, small_pa
     shares: list[float] = []
     group.push({"text": "x" * 1000}, progress=lambda text, share=None: shares.append(share or 0.0))
     assert [values["text"] for values in group.pull_all(["text"], range(3))[0]] == ["x" * 1000] * 3
-    assert [group.engine(rank).calls.count(on_rank.add.target) for rank in range(3)] == [0, 11, 0]
+    assert [group.engine(rank).calls.count(on_rank.append_part.target) for rank in range(3)] == [0, 11, 0]
     assert all(0 <= share < 1 for share in shares)
 
 
@@ -122,7 +122,7 @@ def test_a_stop_while_the_notebook_writes_changes_nothing(new_group: NewGroup, s
     with pytest.raises(RequestInterrupted, match="^nothing was pushed: pushing was interrupted$"):
         group.push({"text": "x" * 1000}, progress=lambda text, share=None: press_stop())
     assert not group.has_name("text")
-    assert group.engine(0).calls[-2:] == [on_rank.drop.target, on_rank.has_name.target]
+    assert group.engine(0).calls[-2:] == [on_rank.drop_transfers.target, on_rank.has_name.target]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,16 @@ def test_a_pull_that_fails_says_why(new_group: NewGroup) -> None:
     group.engine(0).names["x"] = CannotArrive()
     with pytest.raises(TransferError, match="x cannot be unpickled in the notebook: ValueError: not here"):
         group.pull(["x"])
-    pack = group.engine(0).answers[on_rank.pack.target]
-    group.engine(0).answers[on_rank.pack.target] = lambda *args: {**pack(*args), "errors": {"x": "TypeError: no"}}
+    pack = group.engine(0).answers[on_rank.pack_variables.target]
+    group.engine(0).answers[on_rank.pack_variables.target] = lambda *args: {
+        **pack(*args),
+        "errors": {"x": "TypeError: no"},
+    }
     with pytest.raises(TransferError, match="x cannot be pickled on rank 0: TypeError: no"):
         group.pull(["x"])
 
 
-@pytest.mark.parametrize("target", [on_rank.put.target, on_rank.pack.target])
+@pytest.mark.parametrize("target", [on_rank.apply_push.target, on_rank.pack_variables.target])
 def test_a_transfer_that_is_stopped_changes_nothing(new_group: NewGroup, target: str) -> None:
     group = new_group(2)
     group.push({"x": 1})
@@ -164,7 +167,7 @@ def test_a_transfer_that_is_stopped_changes_nothing(new_group: NewGroup, target:
 
     group.engine(0).answers[target] = press_stop_and_answer
     with pytest.raises(RequestInterrupted):
-        group.push({"x": 2}) if target == on_rank.put.target else group.pull(["x"])
+        group.push({"x": 2}) if target == on_rank.apply_push.target else group.pull(["x"])
     group.engine(0).answers[target] = answer
     assert group.pull(["x"]) in ({"x": 1}, {"x": 2})
 
@@ -368,7 +371,7 @@ def test_an_unseen_widget_keeps_its_last_bytes() -> None:
     changed = comm_message("comm_msg", "image", value=None)
     changed["content"]["data"]["buffer_paths"] = [["value"]]
     changed["buffers"] = [b"new"]
-    merge(opened, changed)
+    merge_state(opened, changed)
     assert opened["buffers"] == [b"kept", b"new"]
     assert opened["content"]["data"]["buffer_paths"] == [["other"], ["value"]]
 

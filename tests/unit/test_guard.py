@@ -30,7 +30,7 @@ from ddip.cluster.ipyparallel.launchers import EngineSetLauncher, Launcher, log_
 from ddip.cluster.ipyparallel.loop import Loop
 from ddip.cluster.processes import processes
 from ddip.cluster.processes.children import Children
-from ddip.cluster.processes.preload_client import WarmProcess
+from ddip.cluster.processes.preload_client import PreloadProcess
 from ddip.group.members import time_left
 from ddip.guard import Guard
 from ddip.protocol import remote
@@ -126,7 +126,7 @@ def test_a_set_of_engines_notifies_all_listeners_of_its_end() -> None:
 
 def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
     ours, theirs = socket.socketpair()
-    warm = WarmProcess.__new__(WarmProcess)
+    warm = PreloadProcess.__new__(PreloadProcess)
     warm._guard, warm._lock, warm.asleep = Guard("odd"), threading.Lock(), threading.Event()
     warm._link, warm._process = Connection(ours.detach()), cast(Any, SimpleNamespace(wait=lambda: 0))
     warm._log = cast(Any, Path(os.devnull).open("rb"))  # noqa: SIM115 - the reader closes it
@@ -185,7 +185,7 @@ def test_an_agent_answers_after_odd_messages(monkeypatch: pytest.MonkeyPatch) ->
     serving.start()
     for message in malformed_messages():
         to_agent.send_bytes(message)
-    to_agent.send_bytes(json.dumps({"ask": 1, "function": "cores", "args": []}).encode())
+    to_agent.send_bytes(json.dumps({"ask": 1, "function": "count_cores", "args": []}).encode())
     answer: dict[str, Any] = {}
     while answer.get("answer") != 1:
         assert from_agent.poll(SECONDS)
@@ -326,7 +326,7 @@ def test_a_request_to_a_rank_that_exits_is_answered(monkeypatch: pytest.MonkeyPa
     import ddip.rank.streams.pipes
 
     monkeypatch.setattr(ddip.rank.streams.pipes, "odd", raise_exit, raising=False)
-    assert remote.call("streams.pipes.odd")["error"] == "SystemExit"
+    assert remote.call_target("streams.pipes.odd")["error"] == "SystemExit"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

@@ -42,9 +42,9 @@ def test_an_app_is_interrupted_like_a_cell() -> None:
 
 
 def test_code_of_ddip_around_a_cell_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "begin", lambda: stacks.may_interrupt(sys._getframe()))
-    assert cell_report._call_checked("runtime.current.begin") is False
-    assert remote.call("runtime.current.begin")["ok"] is True  # a request of the notebook
+    monkeypatch.setattr(current, "begin_cell", lambda: stacks.may_interrupt(sys._getframe()))
+    assert cell_report._call_checked("runtime.current.begin_cell") is False
+    assert remote.call_target("runtime.current.begin_cell")["ok"] is True  # a request of the notebook
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def test_the_next_join_completes_an_interrupted_first_join(monkeypatch: pytest.M
     ]:
         monkeypatch.setattr(target, name, value)
     with pytest.raises(KeyboardInterrupt):
-        membership.join(SPEC)
+        membership.join_group(SPEC)
     assert sys.path != ["/of/the/notebook"]
     for _ in range(2):  # set-up that belongs to the first join is done once
         with pytest.raises(AsFarAsItGoes):
-            membership.join(SPEC)
+            membership.join_group(SPEC)
         assert visited == ["/the/notebook"] * 2 and sys.path == ["/of/the/notebook"]
 
 

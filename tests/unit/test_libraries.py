@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
-    call, patience = frame_in_enter(), libraries.Patience()
+    call, patience = frame_in_enter(), libraries.InterruptDelay()
     assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
     assert patience.wait(sys._getframe()) is None
     clock[0] += 2 * libraries.WITH_SECONDS
@@ -69,7 +69,7 @@ def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
 
 
 def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float]) -> None:
-    calls, patience = [frame_in_enter(), frame_in_enter()], libraries.Patience()
+    calls, patience = [frame_in_enter(), frame_in_enter()], libraries.InterruptDelay()
     for number in range(4):
         assert patience.wait(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
         clock[0] += 0.9 * libraries.WITH_SECONDS
@@ -79,7 +79,7 @@ def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float])
 
 
 def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
-    patience, finalized = libraries.Patience(), list[object]()
+    patience, finalized = libraries.InterruptDelay(), list[object]()
 
     class Held:
         pass

@@ -8,14 +8,14 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from ddip.cluster.limits import Limits, shortage, user_threads
+from ddip.cluster.limits import Limits, find_shortage, user_threads
 
 NONE = Limits(float("inf"), float("inf"), float("inf"), float("inf"))
 
 
 def test_a_usual_system_has_enough() -> None:
-    assert shortage(2, 0, NONE, 40, 0) == ""
-    assert shortage(64, 0, Limits(1024, 4096, 30_000, float("inf")), 60, 900) == ""
+    assert find_shortage(2, 0, NONE, 40, 0) == ""
+    assert find_shortage(64, 0, Limits(1024, 4096, 30_000, float("inf")), 60, 900) == ""
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_a_usual_system_has_enough() -> None:
     ],
 )
 def test_a_low_limit_is_named_with_its_figures(limits: Limits, said: str) -> None:
-    text = shortage(2, 0, limits, 40, 30)
+    text = find_shortage(2, 0, limits, 40, 30)
     assert text.startswith(said) and "before Jupyter starts" in text
 
 
 def test_running_ranks_need_no_additional_resources() -> None:
     limits = replace(NONE, files=80, threads=80)
-    assert shortage(2, 2, limits, 60, 70) == ""
-    assert "16 more threads" in shortage(3, 2, limits, 60, 70)
+    assert find_shortage(2, 2, limits, 60, 70) == ""
+    assert "16 more threads" in find_shortage(3, 2, limits, 60, 70)
 
 
 def test_the_threads_of_all_processes_of_the_user_are_counted() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ddip.errors import BadInput
-from ddip.notebook.arguments import parse
+from ddip.notebook.arguments import parse_line
 from ddip.notebook.magics import DipMagics
 
 
@@ -39,7 +39,7 @@ from ddip.notebook.magics import DipMagics
 )
 def test_makedip_suggests_the_intended_line_if_possible(typed: str, better: str) -> None:
     with pytest.raises(BadInput) as caught:
-        parse(DipMagics.makedip, "%makedip", typed)
+        parse_line(DipMagics.makedip, "%makedip", typed)
     message = str(caught.value)
     assert message.startswith(f"%makedip {typed}: ")
     if better:
@@ -50,16 +50,16 @@ def test_makedip_suggests_the_intended_line_if_possible(typed: str, better: str)
 
 def test_an_option_without_its_value_lists_possible_values() -> None:
     with pytest.raises(BadInput, match=r"^%makedip -n: type a value after -n: Number of ranks on the CPU\.$"):
-        parse(DipMagics.makedip, "%makedip", "-n")
+        parse_line(DipMagics.makedip, "%makedip", "-n")
 
 
 def test_a_semicolon_ending_a_line_is_ignored() -> None:
-    assert parse(DipMagics.makedip, "%makedip", "-n 2;").n == "2"
+    assert parse_line(DipMagics.makedip, "%makedip", "-n 2;").n == "2"
 
 
 def test_the_value_after_a_misspelt_option_is_kept() -> None:
     with pytest.raises(BadInput, match=r"type %%dip --timeout=60 -r 0$"):
-        parse(DipMagics.dip, "%%dip", "--timout=60 -r 0")
+        parse_line(DipMagics.dip, "%%dip", "--timout=60 -r 0")
 
 
 INTERRUPTED = """

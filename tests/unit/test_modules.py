@@ -35,7 +35,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 def test_a_module_is_sent_as_its_file(folder: Path) -> None:
     write_files(folder, {"mine_a.py": "x = 1\n"})
-    (source,) = modules.find(" mine_a, mine_a,")
+    (source,) = modules.find_sources(" mine_a, mine_a,")
     assert (source.name, source.files, source.size) == ("mine_a", {"mine_a.py": b"x = 1\n"}, 6)
 
 
@@ -46,7 +46,7 @@ def test_a_package_is_its_folder_without_caches_and_editor_files(folder: Path, i
     write_files(folder, kept | dict.fromkeys(left_out, "no"))
     (folder / "mine_b" / "sub" / "same.py").symlink_to(folder / "mine_b" / "sub" / "deep.py")
     os.mkfifo(folder / "mine_b" / "pipe")
-    (source,) = modules.find(["mine_b"])
+    (source,) = modules.find_sources(["mine_b"])
     assert source.files == {name: text.encode() for name, text in kept.items()} | {"mine_b/sub/same.py": b"y = 2"}
 
 
@@ -74,7 +74,7 @@ def test_a_digest_shows_whether_a_module_has_changed() -> None:
 )
 def test_modules_outside_the_notebooks_folder_are_refused(typed: str, text: str) -> None:
     with pytest.raises(BadInput) as error:
-        modules.find(typed)
+        modules.find_sources(typed)
     assert str(error.value).startswith(f"%dipush --modules {typed}".rstrip()) and text in str(error.value)
 
 
@@ -83,9 +83,9 @@ def test_compiled_modules_are_refused(folder: Path) -> None:
         folder, {f"mine_c{modules.COMPILED[0]}": "", "mine_d/__init__.py": "", f"mine_d/fast{modules.COMPILED[-1]}": ""}
     )
     with pytest.raises(BadInput, match=r"mine_c is compiled \(mine_c.*\); install it on the hosts"):
-        modules.find("mine_c")
+        modules.find_sources("mine_c")
     with pytest.raises(BadInput, match="mine_d: it has a compiled part, fast.*; install it on the hosts"):
-        modules.find("mine_d")
+        modules.find_sources("mine_d")
 
 
 @pytest.mark.parametrize("target", ["secret.txt", "elsewhere", "mine_e/sub"])
@@ -93,14 +93,14 @@ def test_links_out_of_a_package_and_to_folders_are_refused(folder: Path, target:
     write_files(folder, {"mine_e/__init__.py": "", "mine_e/sub/a.py": "", "secret.txt": "key", "elsewhere/b.py": ""})
     (folder / "mine_e" / "link").symlink_to(folder / target)
     with pytest.raises(BadInput, match=f"mine_e/link is a link to .*/{target}; put what it needs into"):
-        modules.find("mine_e")
+        modules.find_sources("mine_e")
 
 
 def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
     write_files(folder, {"mine_n/__init__.py": ""})
     (folder / "mine_n" / "link").symlink_to("gone.py")
     with pytest.raises(BadInput, match="link is a link to .*gone.py, which does not exist"):
-        modules.find("mine_n")
+        modules.find_sources("mine_n")
 
 
 def test_large_modules_are_refused_before_they_are_read_completely(
@@ -109,10 +109,10 @@ def test_large_modules_are_refused_before_they_are_read_completely(
     write_files(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
     os.truncate(folder / "mine_f" / "data.bin", 1 << 40)
     with pytest.raises(BadInput, match="mine_f has more than 16 MB or 2000 files; keep data elsewhere"):
-        modules.find("mine_f")
+        modules.find_sources("mine_f")
     monkeypatch.setattr(modules, "MOST_BYTES", 100)
     with pytest.raises(BadInput, match="mine_g.py has more than 100 B"):
-        modules.find("mine_g")
+        modules.find_sources("mine_g")
 
 
 def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGroup) -> None:
@@ -121,7 +121,7 @@ def test_ranks_beside_the_notebook_need_nothing(folder: Path, new_group: NewGrou
     pushed = group.push_modules("mine_h")
     assert str(pushed) == "the ranks are on the notebook's host and import mine_h from the same files; nothing was sent"
     assert pushed.beside and not pushed.hosts and not pushed.notices
-    assert "objects.rank_modules.write" not in group.engine(0).calls
+    assert "objects.rank_modules.write_module" not in group.engine(0).calls
 
 
 def test_a_push_prints_a_summary() -> None:
@@ -144,11 +144,11 @@ def read_files(folder: Path) -> dict[str, str]:
 
 def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
     module_folder = tmp_path / "modules"
-    on_rank.write(str(module_folder), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
-    on_rank.write(str(module_folder), "other", {"other.py": b"3"})
-    on_rank.write(str(module_folder), "m", {"m/__init__.py": b"4"})
+    on_rank.write_module(str(module_folder), "m", {"m/__init__.py": b"1", "m/old.py": b"2"})
+    on_rank.write_module(str(module_folder), "other", {"other.py": b"3"})
+    on_rank.write_module(str(module_folder), "m", {"m/__init__.py": b"4"})
     assert read_files(module_folder) == {"m/__init__.py": "4", "other.py": "3"}
-    on_rank.write(str(module_folder), "m", {"m.py": b"5"})
+    on_rank.write_module(str(module_folder), "m", {"m.py": b"5"})
     assert read_files(module_folder) == {"m.py": "5", "other.py": "3"}
     assert module_folder.stat().st_mode & 0o777 == 0o700
 
@@ -158,16 +158,16 @@ def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
 )
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     module_folder = tmp_path / "modules"
-    on_rank.write(str(module_folder), "m", {"m.py": b"before"})
+    on_rank.write_module(str(module_folder), "m", {"m.py": b"before"})
     with pytest.raises(ValueError, match="is no path of a file of the module"):
-        on_rank.write(str(module_folder), "m", {"m/__init__.py": b"", path: b"bad"})
+        on_rank.write_module(str(module_folder), "m", {"m/__init__.py": b"", path: b"bad"})
     assert read_files(tmp_path) == {"modules/m.py": "before"}
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "."])
 def test_a_module_has_a_plain_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="is no path of a file of the module"):
-        on_rank.write(str(tmp_path), name, {f"{name}/x.py": b""})
+        on_rank.write_module(str(tmp_path), name, {f"{name}/x.py": b""})
 
 
 def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
@@ -178,19 +178,19 @@ def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
     write_files(tmp_path / "others", {"mine_k.py": "x = 'another'"})
     module_folder = str(tmp_path / "modules")
     try:
-        on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(): return 1"})
-        assert on_rank.take(module_folder, ["mine_k"], False) == {}
+        on_rank.write_module(module_folder, "mine_k", {"mine_k.py": b"def f(): return 1"})
+        assert on_rank.take_modules(module_folder, ["mine_k"], False) == {}
         import mine_k  # type: ignore[import-not-found]
 
         former = mine_k.f
         for number in (2, 3):  # same size, written in the same second
-            on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
-            assert on_rank.take(module_folder, ["mine_k"], False) == {"mine_k": IMPORTED}
+            on_rank.write_module(module_folder, "mine_k", {"mine_k.py": b"def f(): return %d" % number})
+            assert on_rank.take_modules(module_folder, ["mine_k"], False) == {"mine_k": IMPORTED}
             assert mine_k.f() == (1 if number == 2 else 2)
-            assert on_rank.take(module_folder, ["mine_k"], True) == {}
+            assert on_rank.take_modules(module_folder, ["mine_k"], True) == {}
             assert mine_k.f() == former() == number
-        on_rank.write(module_folder, "mine_k", {"mine_k.py": b"def f(:"})
-        assert on_rank.take(module_folder, ["mine_k"], True)["mine_k"].startswith("SyntaxError: ")
+        on_rank.write_module(module_folder, "mine_k", {"mine_k.py": b"def f(:"})
+        assert on_rank.take_modules(module_folder, ["mine_k"], True)["mine_k"].startswith("SyntaxError: ")
         assert mine_k.f() == 3
         assert sys.path.count(module_folder) == 1
     finally:

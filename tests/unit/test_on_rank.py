@@ -45,8 +45,8 @@ def test_only_the_table_names_functions_of_a_rank() -> None:
 
 
 def test_a_call_travels_as_its_target_and_arguments() -> None:
-    call = on_rank.part("x", 0, 3)
-    assert (call.target, call.args, call.label) == ("objects.rank_transfer.part", ("x", 0, 3), "pulling")
+    call = on_rank.pull_part("x", 0, 3)
+    assert (call.target, call.args, call.label) == ("objects.rank_transfer.pull_part", ("x", 0, 3), "pulling")
 
 
 def test_an_engine_with_another_ddip_is_refused() -> None:

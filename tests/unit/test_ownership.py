@@ -65,7 +65,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 def run_folder(place: Path, of: Proc, name: str = "abcdefgh") -> Path:
     """Create a run folder of the process `of`."""
-    folder = place / f"{ownership._prefix()}{of.pid}-{of.started:.15g}-{name}"
+    folder = place / f"{ownership._folder_prefix()}{of.pid}-{of.started:.15g}-{name}"
     folder.mkdir(mode=0o700)
     return folder
 
@@ -160,7 +160,7 @@ def test_the_list_of_clusters_shows_live_processes_and_changes_nothing(
     Record(DEAD, (DEAD, Proc.of(victim.pid)), "", CLUSTER).write(dead)
     Record(ME, (), "", CLUSTER).write(alive)
     before = sorted(place.rglob("*"))
-    found = {run.folder: (run.owner, run.owner_lives, run.processes) for run in ownership.runs()}
+    found = {run.folder: (run.owner, run.owner_lives, run.processes) for run in ownership.list_runs()}
     assert found == {dead: (DEAD, False, 1), alive: (ME, True, 0), without_record: (DEAD, False, 0)}
     assert victim.poll() is None and sorted(place.rglob("*")) == before
 

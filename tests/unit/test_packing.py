@@ -20,7 +20,7 @@ def pack_call(code: str, *needed: str, imports: str = "") -> tuple[Call, packing
     variables: dict[str, Any] = {"__name__": "__main__"}
     exec(textwrap.dedent(code), variables)
     payload = packing.CallPayload(variables, {"__main__"})
-    call = packing.pack(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, payload)
+    call = packing.pack_call(variables["fn"], (), {}, {name: variables[name] for name in needed}, imports, payload)
     return call, payload
 
 

@@ -14,14 +14,14 @@ import pandas as pd
 import pytest
 import torch
 
-from ddip.protocol.objects.pickling import ALIGNED, INLINE, Pickled, Pickler, dump, dump_all
+from ddip.protocol.objects.pickling import ALIGNED, INLINE, Pickled, Pickler, dump_all, pickle_value
 
 LARGE = 2 * INLINE
 
 
 def round_trip(value: Any) -> Any:
     """Pickle and unpickle a value."""
-    pickled, _ = dump(value)
+    pickled, _ = pickle_value(value)
     memory = pickled.joined()
     assert len(memory) == pickled.room >= pickled.size
     return Pickled.of(memory, pickled.sizes).load()
@@ -47,7 +47,7 @@ def test_every_unpicklable_object_is_named_and_nothing_is_packed() -> None:
 
 def test_tensors_keep_gradients_parameters_and_views() -> None:
     values = {"p": torch.nn.Parameter(torch.ones(2)), "g": torch.ones(2, requires_grad=True), "v": torch.arange(6)[::2]}
-    back, moved = {name: round_trip(value) for name, value in values.items()}, dump(values)[1]
+    back, moved = {name: round_trip(value) for name, value in values.items()}, pickle_value(values)[1]
     assert not moved
     assert isinstance(back["p"], torch.nn.Parameter) and back["g"].requires_grad
     assert back["v"].tolist() == [0, 2, 4]
@@ -150,13 +150,13 @@ def test_arrays_arrive_and_can_be_written_to(value: np.ndarray) -> None:  # type
 def test_memory_of_arrays_and_tensors_is_not_copied_for_pickling() -> None:
     array, tensor = np.zeros(LARGE, np.uint8), torch.zeros(LARGE, dtype=torch.uint8)
     frame = pd.DataFrame({"x": np.zeros(LARGE)})
-    pickled, _ = dump({"array": array, "tensor": tensor, "frame": frame, "small": np.zeros(10)})
+    pickled, _ = pickle_value({"array": array, "tensor": tensor, "frame": frame, "small": np.zeros(10)})
     assert pickled.sizes[1:] == [LARGE, LARGE, 8 * LARGE] and pickled.sizes[0] < LARGE
     assert address_of(pickled.parts[1]) == address_of(array) and address_of(pickled.parts[2]) == tensor.data_ptr()
 
 
 def test_large_objects_use_the_loaded_memory_with_aligned_addresses() -> None:
-    pickled, _ = dump([torch.zeros(LARGE), np.zeros(LARGE), "odd" * 7, torch.zeros(LARGE)])
+    pickled, _ = pickle_value([torch.zeros(LARGE), np.zeros(LARGE), "odd" * 7, torch.zeros(LARGE)])
     memory = bytearray(ALIGNED) + pickled.joined()
     first, second, _, third = Pickled.of(memory, pickled.sizes, begin=ALIGNED).load()
     begin = address_of(memory)
@@ -175,7 +175,7 @@ def test_tensors_that_share_memory_still_share_it_after_sending() -> None:
     whole = torch.zeros(LARGE)
     tied = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 200))
     tied[1].weight = tied[0].weight
-    assert dump({"whole": whole, "part": whole[5:10], "row": whole.detach()})[0].size < 5 * LARGE
+    assert pickle_value({"whole": whole, "part": whole[5:10], "row": whole.detach()})[0].size < 5 * LARGE
     back = round_trip({"whole": whole, "part": whole[5:10]})
     back["whole"][5] = 7
     assert back["part"][0] == 7

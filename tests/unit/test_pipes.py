@@ -7,11 +7,11 @@ import select
 
 import pytest
 
-from ddip.rank.streams.pipes import HEAD, Lines, Records, Written
+from ddip.rank.streams.pipes import HEAD, Lines, ProcessText, Records
 
 
-def record_of(writer: int, text: str, stream: int = 1) -> Written:
-    return Written(writer, stream, "request", text)
+def record_of(writer: int, text: str, stream: int = 1) -> ProcessText:
+    return ProcessText(writer, stream, "request", text)
 
 
 def test_a_line_written_in_parts_stays_whole_between_other_writers() -> None:
@@ -57,7 +57,7 @@ def test_records_are_written_whole_and_read_as_they_were_written() -> None:
         os.write(records.writes, data[begin : begin + 1_000])
         taken += records.take()
     assert "".join(part.text for part in taken if part[:3] == (5, 1, "first")) == long
-    assert taken[-2:] == [Written(5, 2, "first", "\\udc80"), Written(6, 1, "", "short")]
+    assert taken[-2:] == [ProcessText(5, 2, "first", "\\udc80"), ProcessText(6, 1, "", "short")]
     assert records.take() == []
     os.close(records.reads)
     records.write(1, 5, "first", "nobody reads this")

@@ -11,22 +11,22 @@ from ddip.errors import BadInput
 from ddip.group.members.placement import (
     DeviceBinding,
     GroupSpec,
-    HostHas,
+    HostDevices,
     HostRequest,
     Request,
     check_ranks,
-    keep,
+    match_engines,
     parse_count,
     parse_gpus,
     parse_hosts,
-    resolve,
+    place_group,
 )
 from ddip.notebook.arguments import parse_ranks
 
 
 def resolve_request(request: Request, gpus: int) -> GroupSpec:
     """Resolve a request on a machine with `gpus` GPUs."""
-    return resolve(request, [HostHas("", gpus)])
+    return place_group(request, [HostDevices("", gpus)])
 
 
 def on_cpu(count: int) -> GroupSpec:
@@ -171,22 +171,22 @@ def test_the_device_of_a_rank_is_numbered_by_local_rank() -> None:
 
 
 def test_engines_on_the_cpu_stay_in_rank_order() -> None:
-    assert keep(new_bindings(on_cpu(2)), on_cpu(3)) == [0, 1, None]
-    assert keep(new_bindings(on_cpu(3)), on_cpu(1)) == [0]
+    assert match_engines(new_bindings(on_cpu(2)), on_cpu(3)) == [0, 1, None]
+    assert match_engines(new_bindings(on_cpu(3)), on_cpu(1)) == [0]
 
 
 def test_engines_keep_their_gpu_only_as_their_local_rank() -> None:
-    assert keep(new_bindings(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
-    assert keep(new_bindings(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
-    assert keep(new_bindings(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
-    assert keep(new_bindings(on_gpus(0, 2)), on_gpus(0, 3)) == [0, None]
-    assert keep(new_bindings(on_gpus(0, 0)), on_gpus(0)) == [0]
-    assert keep(new_bindings(on_gpus(0)), on_gpus(0, 0)) == [0, None]
+    assert match_engines(new_bindings(on_gpus(0, 1)), on_gpus(0, 1, 2)) == [0, 1, None]
+    assert match_engines(new_bindings(on_gpus(0, 1, 2)), on_gpus(0, 1)) == [0, 1]
+    assert match_engines(new_bindings(on_gpus(0, 1)), on_gpus(1, 0)) == [None, None]
+    assert match_engines(new_bindings(on_gpus(0, 2)), on_gpus(0, 3)) == [0, None]
+    assert match_engines(new_bindings(on_gpus(0, 0)), on_gpus(0)) == [0]
+    assert match_engines(new_bindings(on_gpus(0)), on_gpus(0, 0)) == [0, None]
 
 
 def test_engines_do_not_move_between_cpu_and_gpu() -> None:
-    assert keep(new_bindings(on_cpu(2)), on_gpus(0, 1)) == [None, None]
-    assert keep(new_bindings(on_gpus(0, 1)), on_cpu(2)) == [None, None]
+    assert match_engines(new_bindings(on_cpu(2)), on_gpus(0, 1)) == [None, None]
+    assert match_engines(new_bindings(on_gpus(0, 1)), on_cpu(2)) == [None, None]
 
 
 def test_options_that_are_not_given_stay_unchanged() -> None:

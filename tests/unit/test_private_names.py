@@ -307,26 +307,29 @@ def test_the_flight_recorder_answers_the_requests_of_ddip() -> None:
         torch.distributed.destroy_process_group()
     if not flight_recorder.is_there():
         return  # this release records only nccl
-    found = [(each.number, each.op, each.shapes, each.dtypes) for each in flight_recorder.entries()[-3:]]
+    found = [(each.number, each.op, each.shapes, each.dtypes) for each in flight_recorder.read_entries()[-3:]]
     assert found[:2] == [(1, "gloo:all_reduce", [[4]], ["float32"]), (2, "gloo:all_reduce", [[2, 3]], ["int64"])]
     assert found[2][:2] == (3, "gloo:barrier")
-    assert all(each.is_done and each.group == "0" for each in flight_recorder.entries()[-3:])
+    assert all(each.is_done and each.group == "0" for each in flight_recorder.read_entries()[-3:])
 
 
 def test_the_profiler_answers_the_requests_of_ddip(tmp_path: Path) -> None:
     for name in profiling.STARTERS:
         assert callable(getattr(torch.autograd.profiler, name))
     assert torch.autograd.profiler._is_profiler_enabled is False
-    with trace_file.quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with (
+        trace_file.suppress_messages(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
         assert torch.autograd.profiler._is_profiler_enabled is True
         list(torch.utils.data.DataLoader([1, 2]))
-    recorded = profile_events.Recorded(profile_events.Layers(0, 1 << 63))
+    recorded = profile_events.RecordedEvents(profile_events.Layers(0, 1 << 63))
     assert profiler.profiler is not None
-    profile_events.read(profiler.profiler.kineto_results.events(), threading.get_native_id(), recorded)
+    profile_events.read_events(profiler.profiler.kineto_results.events(), threading.get_native_id(), recorded)
     assert recorded.layers.ops and len(recorded.layers.loading) >= 2
     assert profiler._get_distributed_info() is None
     with (tmp_path / "trace").open("wb") as to:
-        trace_file.write([trace_file.exported(profiler)], to)
+        trace_file.write_trace([trace_file.export_part(profiler)], to)
     trace = json.loads(gzip.decompress((tmp_path / "trace").read_bytes()))
     first = min(event["ts"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
     assert abs(trace["baseTimeNanoseconds"] / 1000 + first - time.time_ns() / 1000) < 60e6

@@ -28,7 +28,7 @@ class _Ranks:
         self.adopted = False
 
     def call_on_control_channel(self, ranks: Any, call: RemoteCall[Any], seconds: float = 0) -> dict[int, Any]:
-        adopt = call.target == on_rank.adopt.target
+        adopt = call.target == on_rank.adopt_group.target
         self.adopted = self.adopted or adopt
         return dict.fromkeys(ranks, True if adopt else None)
 
@@ -129,7 +129,7 @@ def test_no_rank_can_read_a_broken_store(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.write_text("keys")
     for _ in range(2):
-        on_host.poison(str(store))
+        on_host.poison_store(str(store))
         with pytest.raises(OSError, match="symbolic links"):
             store.open()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

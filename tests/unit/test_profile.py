@@ -11,15 +11,15 @@ import pytest
 
 from ddip.errors import BadInput
 from ddip.group.profiling import stragglers, traces
-from ddip.group.profiling.profile import folder_for, offset
+from ddip.group.profiling.profile import clock_offset, folder_for
 from ddip.notebook.arguments import check_profile
 from ddip.output.tables import profile_report
 from ddip.output.tables.profile_report import Profile
 from ddip.protocol.reports import CollectiveRow, ProfileReport
 from ddip.rank.process_group import flight_recorder
 from ddip.rank.profiling import profile_events, timeline, trace_file
-from ddip.rank.profiling.profile_events import Recorded
-from ddip.rank.profiling.timeline import Divided, Layers
+from ddip.rank.profiling.profile_events import RecordedEvents
+from ddip.rank.profiling.timeline import Layers, TimeBreakdown
 
 S = 1_000_000_000
 
@@ -32,19 +32,19 @@ def layers_of(**which: Any) -> Layers:
     return Layers(0, 10 * S, **{name: [nanoseconds(*moment) for moment in moments] for name, moments in which.items()})
 
 
-def communication_seconds(divided: Divided) -> float:
+def communication_seconds(divided: TimeBreakdown) -> float:
     return sum((b - a) * share for a, b, share in divided.communication) / S
 
 
-def total_seconds(divided: Divided) -> float:
+def total_seconds(divided: TimeBreakdown) -> float:
     return divided.compute + divided.loading + divided.idle + communication_seconds(divided)
 
 
 def test_a_blocked_thread_waits_for_gloo_or_data_or_nothing() -> None:
     """Block the thread from 2 s on; gloo works from 2 to 5 s, the loader from 6 to 8 s."""
     samples = [(0, 0), (2, 2), (10, 2)]
-    divided = timeline.divide(layers_of(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
-    assert divided == Divided(
+    divided = timeline.divide_time(layers_of(ops=[(0, 1)], transfers=[(2, 5)], loading=[(6, 8)], samples=samples))
+    assert divided == TimeBreakdown(
         compute=pytest.approx(2),
         python=pytest.approx(1),
         loading=2,
@@ -54,13 +54,13 @@ def test_a_blocked_thread_waits_for_gloo_or_data_or_nothing() -> None:
 
 
 def test_gloo_costs_nothing_beside_a_computing_thread() -> None:
-    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
+    divided = timeline.divide_time(layers_of(ops=[(0, 4)], transfers=[(1, 9)], samples=[(0, 0), (10, 10)]))
     assert (divided.compute, divided.python, divided.idle, communication_seconds(divided)) == (10, 6, 0, 0)
 
 
 def test_between_samples_a_thread_is_blocked_where_it_can_be() -> None:
     """Attribute half of the time to the collective: 3 of 5 s count, and Python code hid one."""
-    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
+    divided = timeline.divide_time(layers_of(ops=[(0, 4)], transfers=[(4, 9)], samples=[(0, 0), (10, 7)]))
     assert communication_seconds(divided) == pytest.approx(3)
     assert (divided.compute, divided.idle) == (pytest.approx(7), pytest.approx(0))
     assert total_seconds(divided) == pytest.approx(10)
@@ -71,17 +71,17 @@ def test_a_wait_for_a_core_counts_as_late() -> None:
 
     The sample at 6 s reports all of it, and that the thread has run since 5 s.
     """
-    divided = timeline.divide(layers_of(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
+    divided = timeline.divide_time(layers_of(transfers=[(0, 10)], samples=[(0, 0), (2, 2), (4, 2), (6, 6), (10, 6)]))
     assert (divided.python, communication_seconds(divided)) == (pytest.approx(6), pytest.approx(4))
 
 
 def test_without_samples_a_thread_is_blocked_outside_operations() -> None:
-    divided = timeline.divide(layers_of(ops=[(0, 4)], transfers=[(3, 6)]))
+    divided = timeline.divide_time(layers_of(ops=[(0, 4)], transfers=[(3, 6)]))
     assert (divided.compute, communication_seconds(divided), divided.idle) == (4, 2, 4)
 
 
 def test_gpu_kernels_hide_everything_and_nccl_kernels_are_communication() -> None:
-    divided = timeline.divide(
+    divided = timeline.divide_time(
         layers_of(kernels=[(1, 4)], network=[(3, 6)], loading=[(5, 8)], samples=[(0, 0), (10, 10)])
     )
     assert (communication_seconds(divided), divided.loading, divided.compute) == (2, 2, pytest.approx(6))
@@ -110,9 +110,9 @@ class Event:
 
 
 def test_events_belong_to_layers_by_their_names_and_threads() -> None:
-    recorded = Recorded(Layers(0, 10 * S))
+    recorded = RecordedEvents(Layers(0, 10 * S))
     note = "user_annotation"
-    profile_events.read(
+    profile_events.read_events(
         [
             Event("aten::mm", 0, 1),
             Event("Optimizer.step#SGD.step", 0, 3, kind=note),
@@ -137,14 +137,14 @@ def test_events_belong_to_layers_by_their_names_and_threads() -> None:
 
 
 def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:
-    recorded = Recorded(Layers(1 * S, 10 * S))
+    recorded = RecordedEvents(Layers(1 * S, 10 * S))
     recorded.work["gloo:all_reduce"] = [nanoseconds(4, 6), nanoseconds(2, 3), nanoseconds(0.2, 0.5)]
     of = {"formed": 0, "number": 0, "shapes": [[4]], "dtypes": ["float32"], "is_done": True}
     entries = [
         flight_recorder.Entry("0", op="gloo:all_reduce", begun=round(at * S), record=(0, i), **{**of, "number": i})
         for i, at in enumerate((0.2, 1.9, 3.9, 7), 4)
     ]
-    rows = profile_events.collectives(recorded, entries, {"0": [0, 1]}, [0, 1])
+    rows = profile_events.collective_rows(recorded, entries, {"0": [0, 1]}, [0, 1])
     assert [(row[2], row[3], row[6] / S, row[7] / S) for row in rows] == [
         (5, "all_reduce", 1.9, 3),
         (6, "all_reduce", 3.9, 6),
@@ -153,10 +153,10 @@ def test_recorded_collectives_are_matched_with_work_of_their_backend() -> None:
 
 
 def test_without_a_flight_recorder_calls_count_in_their_order() -> None:
-    recorded = Recorded(
+    recorded = RecordedEvents(
         Layers(0, 10 * S), calls=[(*nanoseconds(5, 6), "c10d::barrier"), (*nanoseconds(1, 2), "c10d::allreduce_")]
     )
-    rows = profile_events.collectives(recorded, [], {}, [0, 1])
+    rows = profile_events.collective_rows(recorded, [], {}, [0, 1])
     assert [(row[0], row[2], row[3]) for row in rows] == [("?", 1, "allreduce"), ("?", 2, "barrier")]
 
 
@@ -188,7 +188,7 @@ def report_of_ten_seconds(
 
 def profile_of(reports: dict[int, ProfileReport], ahead: dict[int, float] | None = None) -> Profile:
     offsets = {rank: round((ahead or {}).get(rank, 0) * S) for rank in reports}
-    found = stragglers.find(reports, offsets, 2)
+    found = stragglers.compute_waits(reports, offsets, 2)
     return Profile(found.ranks, found.collectives, found.waited_for)
 
 
@@ -201,7 +201,7 @@ def test_a_rank_waits_for_the_last_one_despite_different_clocks(ahead: float) ->
     assert (profile.ranks[1].waiting, profile.ranks[1].communication) == (0, pytest.approx(0.5))
     assert profile.waited_for == {1: pytest.approx(3)} and profile.slowest_rank == 1
     assert "slowest: rank 1; rank 0 waited 3.00 s for it, while it was idle, 3.00 s more than rank 0" in str(
-        profile_report.remarks(profile)
+        profile_report.profile_remarks(profile)
     )
     slowest = profile.slowest_collective
     assert slowest is not None and str(slowest) == "number 1 of the default group, all_reduce of (4,) float32"
@@ -225,7 +225,7 @@ def test_a_missing_rank_is_waited_for_until_the_end() -> None:
         {0: report_of_ten_seconds([collective_row(1, 2, 10)], [(2, 10)]), 1: report_of_ten_seconds([], [])}
     )
     assert profile.ranks[0].waiting == pytest.approx(8) and profile.slowest_rank == 1
-    assert "waiting for ranks that never joined it" in str(profile_report.remarks(profile))
+    assert "waiting for ranks that never joined it" in str(profile_report.profile_remarks(profile))
 
 
 def test_ranks_do_not_wait_for_a_rank_with_missing_events() -> None:
@@ -246,7 +246,7 @@ def test_ranks_that_begin_different_operations_are_not_compared() -> None:
 def test_ranks_that_wait_for_each_other_have_no_slowest() -> None:
     first = report_of_ten_seconds([collective_row(1, 1, 3), collective_row(2, 6, 6)], [(1, 3)])
     second = report_of_ten_seconds([collective_row(1, 3, 3), collective_row(2, 4.1, 6)], [(4.1, 6)])
-    assert "no rank is consistently slow" in str(profile_report.remarks(profile_of({0: first, 1: second})))
+    assert "no rank is consistently slow" in str(profile_report.profile_remarks(profile_of({0: first, 1: second})))
 
 
 def test_the_report_lists_shares_slow_ranks_and_missing_data() -> None:
@@ -262,7 +262,7 @@ def test_the_report_lists_shares_slow_ranks_and_missing_data() -> None:
     assert "3.00 (30 %)" in text and "rank 2: no profile" in text and "loaded data, 4.00 s more than rank 0" in text
     assert "rank 0  |####" in text and "all_reduce of (4,) float32      1     3.00     3.00  rank 1 (1 of 1)" in text
     assert "<svg" in bundle["text/html"] and "its process has &lt;ended&gt;" in bundle["text/html"]
-    assert profile_report.text(Profile({}, [], missing={0: "why"})).endswith("rank 0: no profile: why")
+    assert profile_report.report_text(Profile({}, [], missing={0: "why"})).endswith("rank 0: no profile: why")
 
 
 def trace_of(path: Path, pid: int, base: int, *events: dict[str, Any], rank: int = 0) -> Path:
@@ -286,7 +286,7 @@ def test_traces_merge_with_a_process_per_rank_and_one_clock(tmp_path: Path, monk
         2: trace_of(tmp_path / "b.gz", 77, 6 * S, op, gpu, flow),
     }
     to = tmp_path / "all"
-    traces.merge(paths, {0: 0, 2: 1 * S}, 6 * S, to)
+    traces.merge_files(paths, {0: 0, 2: 1 * S}, 6 * S, to)
     events = json.loads(gzip.decompress(to.read_bytes()))["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {1: "rank 0", 3: "rank 2"}
@@ -300,7 +300,7 @@ def test_traces_merge_with_a_process_per_rank_and_one_clock(tmp_path: Path, monk
 def test_an_invalid_trace_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match="no trace"):
-        traces.merge({0: tmp_path / "a.gz"}, {0: 0}, 0, tmp_path / "all")
+        traces.merge_files({0: tmp_path / "a.gz"}, {0: 0}, 0, tmp_path / "all")
     assert [path.name for path in tmp_path.iterdir()] == ["a.gz"]
 
 
@@ -311,15 +311,15 @@ def test_the_parts_of_a_recording_are_one_trace(tmp_path: Path) -> None:
         path.write_text(f'{{ "rank": 0, "traceEvents": [ {{"n": {number}, "a": [1]}} ],"traceName": "x[]" }}')
         files.append(path.open("rb"))
     with (tmp_path / "all").open("wb") as to:
-        trace_file.write([*files], to)
+        trace_file.write_trace([*files], to)
     whole_trace = json.loads(gzip.decompress((tmp_path / "all").read_bytes()))
     assert [event["n"] for event in whole_trace["traceEvents"]] == [1, 2, 3] and whole_trace["rank"] == 0
     assert all(file.closed for file in files)
 
 
 def test_the_quickest_answer_sets_the_clock() -> None:
-    assert offset([]) == 0
-    assert offset([(0, 900, 1000), (2000, 2105, 2010), (3000, 3950, 4000)]) == 100
+    assert clock_offset([]) == 0
+    assert clock_offset([(0, 900, 1000), (2000, 2105, 2010), (3000, 3950, 4000)]) == 100
 
 
 def test_an_unwritable_folder_is_refused_and_a_former_profile_removed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddip.output.cells.recording import MOST_TEXT, OVERHEAD, Recording, trim
+from ddip.output.cells.recording import MOST_TEXT, OVERHEAD, Recording, trim_recordings
 
 
 def stream_message(text: str, name: str = "stdout", **where: int) -> dict[str, Any]:
@@ -87,9 +87,9 @@ def test_too_much_output_drops_the_oldest() -> None:
     for recording in (first, second):
         for number in range(10):
             recording.add(0, display_message(str(number) * 1000))
-    trim([first, second], 15 * (1000 + OVERHEAD))
+    trim_recordings([first, second], 15 * (1000 + OVERHEAD))
     assert (len(recorded_texts(first)), first.left_out, len(recorded_texts(second)), second.left_out) == (5, 5, 10, 0)
-    trim([first, second], 0)
+    trim_recordings([first, second], 0)
     assert first.size == second.size == 0
     assert recorded_texts(first) == recorded_texts(second) == []
 

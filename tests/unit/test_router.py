@@ -13,7 +13,7 @@ from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
 from ddip.output.page.bundles import to_tab
 from ddip.output.tables.tables import RankInfo, info_table, size_text, where_text
-from ddip.output.terminal_text import Screen, plain
+from ddip.output.terminal_text import Screen, strip_escapes
 from ddip.output.transcript import Display
 from ddip.rank.streams.limiter import Chunk, OutputLimiter
 
@@ -90,7 +90,7 @@ def test_a_line_above_the_limit_loses_its_middle(
         if draws:
             show.draw()
     show.finish()
-    lines = plain(capsys.readouterr().out).replace("[rank 0] ", "").splitlines()
+    lines = strip_escapes(capsys.readouterr().out).replace("[rank 0] ", "").splitlines()
     lines = lines[1:] if style == "grouped" else lines
     first, note, last = lines[bool(before) : bool(before) + 3]
     left = 1500 - len(first) - len(last)
@@ -160,7 +160,7 @@ def test_a_terminal_shows_all_bars_at_the_bottom(capsys: pytest.CaptureFixture[s
     def terminal_lines() -> list[str]:
         show.draw()
         terminal.write(capsys.readouterr().out)
-        return plain(terminal.text).splitlines()
+        return strip_escapes(terminal.text).splitlines()
 
     show = CellOutput([0, 1])
     show.page.terminal = True

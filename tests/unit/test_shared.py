@@ -25,12 +25,12 @@ def test_shared_bytes_stay_readable_while_a_reader_has_them(folder: Path) -> Non
     with SharedBytes(folder) as made:
         made.write([b"one "])
         made.write([memoryview(b"t"), b"", b"wo"])
-        ours, theirs = made.view(), shared.view(made.path)
+        ours, theirs = made.view(), shared.map_file(made.path)
         path = made.path
     made.close()
     assert ours[:] == theirs[:] == b"one two"
     with pytest.raises(OSError):
-        shared.view(path)
+        shared.map_file(path)
     assert not list(folder.iterdir())
 
 
@@ -46,18 +46,18 @@ def test_other_users_cannot_open_shared_memory(folder: Path) -> None:
 def test_each_reader_changes_only_its_own_copy(folder: Path) -> None:
     with SharedBytes(folder) as made:
         made.write([b"one"])
-        ours, theirs = made.view(), shared.view(made.path)
+        ours, theirs = made.view(), shared.map_file(made.path)
         ours[0:1], theirs[2:3] = b"O", b"E"
-        assert (ours[:], theirs[:], shared.view(made.path)[:]) == (b"One", b"onE", b"one")
+        assert (ours[:], theirs[:], shared.map_file(made.path)[:]) == (b"One", b"onE", b"one")
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 100])
 def test_portions_are_full_and_have_few_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [memoryview(b"abc"), memoryview(b""), memoryview(b"defgh"), memoryview(b"i")]
-    found = [b"".join(portion) for portion in shared.portions(pieces, size)]
+    found = [b"".join(portion) for portion in shared.split_portions(pieces, size)]
     assert b"".join(found) == b"abcdefghi" and all(len(portion) == size for portion in found[:-1])
     monkeypatch.setattr(shared, "MOST_PIECES", 2)
-    found_by_two = [*shared.portions(pieces, size)]
+    found_by_two = [*shared.split_portions(pieces, size)]
     assert b"".join(b"".join(portion) for portion in found_by_two) == b"abcdefghi"
     assert all(len(portion) <= 2 for portion in found_by_two)
 
@@ -65,7 +65,7 @@ def test_portions_are_full_and_have_few_pieces(size: int, monkeypatch: pytest.Mo
 def test_many_pieces_are_written_despite_partial_writes(folder: Path) -> None:
     pieces = [memoryview(bytes([number % 256]) * (number % 7)) for number in range(5000)]
     with SharedBytes(folder) as made:
-        for portion in shared.portions(pieces, 10_000):
+        for portion in shared.split_portions(pieces, 10_000):
             made.write(portion)
         assert made.view()[:] == b"".join(pieces)
 
@@ -82,7 +82,7 @@ def test_another_user_cannot_open_the_file(folder: Path) -> None:
 
 def test_an_empty_file_is_refused(folder: Path) -> None:
     with SharedBytes(folder) as made, pytest.raises(ValueError):
-        shared.view(made.path)
+        shared.map_file(made.path)
 
 
 def test_sharing_fails_without_memory_and_folder(monkeypatch: pytest.MonkeyPatch) -> None:

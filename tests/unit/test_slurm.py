@@ -16,7 +16,7 @@ from ddip.group.members.placement import HostRequest, Request
 
 
 def test_words_are_options_of_sbatch() -> None:
-    lines = slurm.script("nodes=2 gpus=4 cpus=8 time=2:00:00 partition=x --account=y exclusive").splitlines()
+    lines = slurm.batch_script("nodes=2 gpus=4 cpus=8 time=2:00:00 partition=x --account=y exclusive").splitlines()
     assert lines[0] == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
         "job-name=ddip",
@@ -43,7 +43,7 @@ def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Pa
     for name in ("squeue", "sleep"):
         (tmp_path / name).chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", slurm.script("nodes=1")], env=variables)
+    done = subprocess.run(["bash", "-c", slurm.batch_script("nodes=1")], env=variables)
     assert (done.returncode == 0) == ends
     assert ((tmp_path / "slept").read_text().count("\n") == slurm.IDLE_LOOKS) == ends
 
@@ -60,7 +60,7 @@ def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Pa
 )
 def test_invalid_slurm_options_are_named(typed: str, text: str) -> None:
     with pytest.raises(BadInput, match=text):
-        slurm.parse(typed)
+        slurm.parse_options(typed)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_the_gpus_of_a_node_are_its_slurm_allocation(
     )
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert (slurm.gpus(7, "n1"), slurm.gpus(7, "n2"), slurm.gpus(7, "n3")) == (count, 5, 0)
+    assert (slurm.count_gpus(7, "n1"), slurm.count_gpus(7, "n2"), slurm.count_gpus(7, "n3")) == (count, 5, 0)
 
 
 def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GroupError, match="there is no Slurm here: sbatch and srun are not on the PATH"):
-        places.found(Request(reach=Reach(slurm="nodes=2")), lambda text, share=None: None)
+        places.allocate_hosts(Request(reach=Reach(slurm="nodes=2")), lambda text, share=None: None)
 
 
 def test_here_uses_the_hosts_of_another_scheduler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,11 +98,11 @@ def test_here_uses_the_hosts_of_another_scheduler(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    place = places.found(Request(reach=Reach(here=True)), lambda text, share=None: None)
+    place = places.allocate_hosts(Request(reach=Reach(here=True)), lambda text, share=None: None)
     assert place.request.hosts == (HostRequest("n1"), HostRequest("n2")) and place.text() == ""
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nowhere"))
     with pytest.raises(GroupError, match="cannot be read"):
-        places.found(Request(reach=Reach(here=True)), lambda text, share=None: None)
+        places.allocate_hosts(Request(reach=Reach(here=True)), lambda text, share=None: None)
 
 
 def test_a_request_for_the_same_job_keeps_its_hosts() -> None:

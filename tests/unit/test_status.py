@@ -18,7 +18,7 @@ from ddip.group.cells.cell_status import data_of
 from ddip.group.cells.history import History
 from ddip.group.members.placement import SHARES
 from ddip.notebook import cell_magics
-from ddip.output.cells.cell_data import Part, cell_data, error_data, state_of, texts
+from ddip.output.cells.cell_data import Part, cell_data, error_data, rank_texts, state_of
 from ddip.protocol import status_types
 from ddip.protocol.status_types import CellData, PartData, Status
 from tests.cluster.leftovers import wait_until
@@ -90,12 +90,12 @@ def test_output_is_plain_text_with_bars_in_their_last_state() -> None:
         (0, {"header": {"msg_type": "update_display_data"}, "content": changed}),
         (0, {"header": {"msg_type": "execute_result"}, "content": result}),
     ]
-    assert texts(messages, [0], 1000) == {0: ("red\n100 %\nanother plot\nOut[7]: 3", False)}
+    assert rank_texts(messages, [0], 1000) == {0: ("red\n100 %\nanother plot\nOut[7]: 3", False)}
 
 
 def test_long_text_keeps_its_end_even_within_a_character() -> None:
     messages = [(0, stream_message("x" * 50 + "\udcff" + "y" * 9))]
-    assert texts(messages, [0, 1], 1000, most=12) == {0: ("cff" + "y" * 9, True), 1: ("", False)}
+    assert rank_texts(messages, [0, 1], 1000, most=12) == {0: ("cff" + "y" * 9, True), 1: ("", False)}
 
 
 def test_text_shared_by_ranks_appears_once() -> None:
@@ -212,7 +212,7 @@ def test_the_status_of_a_group_always_fits_its_schema(new_group: NewGroup) -> No
 def test_status_reports_ranks_that_ended_or_do_not_answer(new_group: NewGroup) -> None:
     group = new_group(3)
     group.cluster.end_engine(group.members[1].engine, -9)  # type: ignore[attr-defined]
-    del group.engine(2).answers["runtime.housekeeping.figures"]
+    del group.engine(2).answers["runtime.housekeeping.rank_figures"]
     status = group.status()
     assert_fits_schema("status", status)
     assert [rank["state"] for rank in status["ranks"]] == ["idle", "ended", "no_answer"]
@@ -248,8 +248,8 @@ def test_status_lists_gpus_as_devices(new_group: NewGroup, monkeypatch: pytest.M
     group = new_group(None, gpus=[0, 0, 1])
     for rank in range(3):
         figures = {"allocated": rank, "reserved": 10, "total": 100 + rank}
-        answer = group.engine(rank).answers["runtime.housekeeping.figures"]
-        group.engine(rank).answers["runtime.housekeeping.figures"] = lambda answer=answer, figures=figures: {
+        answer = group.engine(rank).answers["runtime.housekeeping.rank_figures"]
+        group.engine(rank).answers["runtime.housekeeping.rank_figures"] = lambda answer=answer, figures=figures: {
             **answer(),
             "gpu": figures,
         }

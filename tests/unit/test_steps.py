@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddip.group.process_group.steps import Steps, Uneven
+from ddip.group.process_group.steps import StepMismatch, Steps
 from ddip.protocol.reports import GroupUse
 
 from . import scripted
@@ -23,9 +23,9 @@ def group_use(collectives: int = 0, ranks: list[int] | None = None, **more: Any)
 def test_ranks_are_in_step_if_counts_match_in_every_group() -> None:
     steps = Steps()
     steps.update({0: {ALL: group_use(2), PAIR: group_use(1, [0, 2])}, 1: {ALL: group_use(2, messages={"to 2": 5})}})
-    assert steps.uneven(2) == [Uneven(PAIR, {0: 1, 2: 0})]
+    assert steps.uneven(2) == [StepMismatch(PAIR, {0: 1, 2: 0})]
     steps.update({2: {ALL: group_use(1), PAIR: group_use(1, [0, 2])}})
-    assert steps.uneven(3) == [Uneven(ALL, {0: 2, 1: 2, 2: 1})]
+    assert steps.uneven(3) == [StepMismatch(ALL, {0: 2, 1: 2, 2: 1})]
     steps.update({2: {ALL: group_use(2), PAIR: group_use(1, [0, 2])}})
     assert steps.uneven(3) == []
 
@@ -42,7 +42,7 @@ def test_an_accepted_difference_is_reported_after_further_collectives() -> None:
     steps.accept(steps.uneven(2))
     assert steps.uneven(2) == []
     steps.update({0: {ALL: group_use(2)}, 1: {ALL: group_use(1)}})
-    assert steps.uneven(2) == [Uneven(ALL, {0: 2, 1: 1})]
+    assert steps.uneven(2) == [StepMismatch(ALL, {0: 2, 1: 1})]
     steps.forget()
     assert steps.uneven(2) == []
 
@@ -102,7 +102,7 @@ def test_groups_with_equal_names_and_different_ranks_are_different_groups() -> N
 
 
 def test_an_uneven_group_shows_the_count_of_each_rank() -> None:
-    uneven = Uneven(ALL, {0: 4, 1: 5, 2: 5, 3: 5})
+    uneven = StepMismatch(ALL, {0: 4, 1: 5, 2: 5, 3: 5})
     assert uneven.text() == "the default group (rank 0: 4, ranks 1-3: 5)"
     assert (uneven.ahead, uneven.least) == ([1, 2, 3], 4)
-    assert Uneven(PAIR, {0: 1, 2: 0}).text() == "a group of ranks 0, 2 (rank 2: 0, rank 0: 1)"
+    assert StepMismatch(PAIR, {0: 1, 2: 0}).text() == "a group of ranks 0, 2 (rank 2: 0, rank 0: 1)"

@@ -41,14 +41,14 @@ def test_each_rank_gets_a_gpu_if_there_are_enough(
 
 
 def test_an_installed_package_selects_its_app(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchddp.apps, "find", lambda name: f"module_of_{name}")
+    monkeypatch.setattr(torchddp.apps, "find_module", lambda name: f"module_of_{name}")
     assert torchddp._app_for({"torch"}) is None
     assert torchddp._app_for({"torch", "fastai"}) == "fastai"
 
     def no_app(name: str) -> str:
         raise BadInput("there is no app")
 
-    monkeypatch.setattr(torchddp.apps, "find", no_app)
+    monkeypatch.setattr(torchddp.apps, "find_module", no_app)
     assert torchddp._app_for({"fastai"}) is None
 
 

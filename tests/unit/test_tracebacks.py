@@ -11,7 +11,7 @@ import pytest
 from IPython.core.ultratb import VerboseTB
 
 from ddip.rank.runtime import tracebacks
-from ddip.rank.runtime.tracebacks import CHARACTERS, Told, tell
+from ddip.rank.runtime.tracebacks import CHARACTERS, ErrorText, format_error
 
 
 def exception_of(code: str, **names: Any) -> BaseException:
@@ -23,9 +23,9 @@ def exception_of(code: str, **names: Any) -> BaseException:
     raise AssertionError("it raised nothing")
 
 
-def tell_in_time(error: BaseException, rich: Any = None) -> Told:
+def tell_in_time(error: BaseException, rich: Any = None) -> ErrorText:
     began = time.process_time(), time.monotonic()
-    report = tell(error, rich)
+    report = format_error(error, rich)
     assert time.process_time() < began[0] + 3 * tracebacks.SECONDS
     assert time.monotonic() < began[1] + 20  # ten times what an idle machine needs
     assert sum(map(len, report.traceback)) <= CHARACTERS
@@ -33,12 +33,14 @@ def tell_in_time(error: BaseException, rich: Any = None) -> Told:
 
 
 def test_the_rich_traceback_is_used_if_available() -> None:
-    assert tell(exception_of("1 / 0"), lambda: ["rich"]) == Told("ZeroDivisionError", "division by zero", ["rich"])
+    assert format_error(exception_of("1 / 0"), lambda: ["rich"]) == ErrorText(
+        "ZeroDivisionError", "division by zero", ["rich"]
+    )
 
 
 def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
     code = "def between():\n    __tracebackhide__ = True\n    inner()\ndef inner():\n    1 / 0\nbetween()"
-    ours, users = (tell(exception_of(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
+    ours, users = (format_error(exception_of(code, __name__=name), None).traceback for name in ("ddip.apps.toy", "toy"))
     assert "in between" not in "".join(ours) and "in inner" in "".join(ours)
     assert "in between" in "".join(users)
 
@@ -72,7 +74,9 @@ def test_a_slow_error_text_is_not_waited_for(body: str, monkeypatch: pytest.Monk
 
 
 def test_an_error_whose_text_raises_says_so() -> None:
-    report = tell(exception_of("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None)
+    report = format_error(
+        exception_of("class Odd(Exception):\n    def __str__(self): raise TypeError\nraise Odd"), None
+    )
     assert report.message == "(it has no text: its __str__ raised TypeError)"
 
 
@@ -106,8 +110,8 @@ def test_a_chain_in_a_circle_ends() -> None:
 
 def test_a_suppressed_context_is_not_shown() -> None:
     code = "try: {}[1]\nexcept KeyError: raise ValueError"
-    assert "KeyError" not in "".join(tell(exception_of(f"{code} from None"), None).traceback)
-    assert "During handling" in "".join(tell(exception_of(code), None).traceback)
+    assert "KeyError" not in "".join(format_error(exception_of(f"{code} from None"), None).traceback)
+    assert "During handling" in "".join(format_error(exception_of(code), None).traceback)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +143,9 @@ def test_a_line_of_megabytes_is_cut() -> None:
 def test_notes_are_shown_even_if_odd() -> None:
     error = exception_of("1 / 0")
     error.__notes__ = ["a note"] * 1000  # type: ignore[attr-defined]
-    assert tell(error, None).traceback.count("a note") == tracebacks.NOTES
+    assert format_error(error, None).traceback.count("a note") == tracebacks.NOTES
     error.__notes__ = 3  # type: ignore[attr-defined]
-    assert tell(error, None).traceback[-1] == "ZeroDivisionError: division by zero"
+    assert format_error(error, None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_a_traceback_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +153,7 @@ def test_a_traceback_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("_thread.start_new_thread", fail)
-    assert tell(exception_of("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
+    assert format_error(exception_of("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_sources_parsed_for_ipython_tracebacks_can_be_freed() -> None:

@@ -13,8 +13,8 @@ from ddip.cluster.cluster_api import Recipient
 from ddip.errors import GroupError
 from ddip.group.members.placement import Request
 from ddip.group.watching import vitals
-from ddip.group.watching.vitals import Rates, Sampler, period, rates, with_answer
-from ddip.output.tables.vitals_table import RankVitals, stragglers, table_html, table_text, time_text
+from ddip.group.watching.vitals import Rates, Sampler, compute_rates, sample_period, with_answer
+from ddip.output.tables.vitals_table import RankVitals, find_stragglers, table_html, table_text, time_text
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import DeviceFigures, Vitals
 from ddip.rank.process_group import rank_vitals as on_the_rank
@@ -59,36 +59,41 @@ def busy_rank(number: int, waited: float | None = None, **known: Any) -> RankVit
 def test_a_rate_is_the_change_in_the_cells_last_seconds() -> None:
     first = vitals_at(100, 2, steps=50, collectives=200, cpu=10, waited=1.0, looked=2.0)
     now = vitals_at(104, 6, steps=90, collectives=400, cpu=16, waited=4.0, looked=6.0)
-    assert rates([first, now]) == Rates(steps=10, collectives=50, waited=0.75, cores=1.5)
-    assert rates([vitals_at(80, 1, steps=0), first, now]) == rates([first, now])  # ignored: more than ten seconds ago
+    assert compute_rates([first, now]) == Rates(steps=10, collectives=50, waited=0.75, cores=1.5)
+    assert compute_rates([vitals_at(80, 1, steps=0), first, now]) == compute_rates(
+        [first, now]
+    )  # ignored: more than ten seconds ago
 
 
 def test_work_before_the_cell_does_not_count_in_its_rate() -> None:
     before = vitals_at(100, 7, steps=50, cpu=10)
-    assert rates([before, vitals_at(104, 1.5, steps=90, cpu=12)]) == Rates(cores=0.5)
-    assert rates([vitals_at(100, None, cpu=10), vitals_at(104, 1.5, cpu=12)]) == Rates(cores=0.5)
+    assert compute_rates([before, vitals_at(104, 1.5, steps=90, cpu=12)]) == Rates(cores=0.5)
+    assert compute_rates([vitals_at(100, None, cpu=10), vitals_at(104, 1.5, cpu=12)]) == Rates(cores=0.5)
 
 
 def test_one_answer_or_two_simultaneous_answers_give_no_rate() -> None:
-    assert rates([vitals_at(100, 5)]) == Rates()
-    assert rates([vitals_at(100, 5), vitals_at(100.2, 5.2)]).steps is None
+    assert compute_rates([vitals_at(100, 5)]) == Rates()
+    assert compute_rates([vitals_at(100, 5), vitals_at(100.2, 5.2)]).steps is None
 
 
 def test_after_a_rest_cpu_time_counts_since_the_last_look() -> None:
-    assert rates([vitals_at(0, None, cpu=0), vitals_at(50, None, cpu=10), vitals_at(70, None, cpu=30)]).cores == 1.0
+    assert (
+        compute_rates([vitals_at(0, None, cpu=0), vitals_at(50, None, cpu=10), vitals_at(70, None, cpu=30)]).cores
+        == 1.0
+    )
 
 
 def test_a_share_that_is_rarely_sampled_or_unknown_is_hidden() -> None:
-    assert rates([vitals_at(0, 1), vitals_at(4, 5, looked=0.1, waited=0.1)]).waited is None
-    assert rates([vitals_at(0, 1, waited=None), vitals_at(4, 5, looked=4, waited=None)]).waited is None
+    assert compute_rates([vitals_at(0, 1), vitals_at(4, 5, looked=0.1, waited=0.1)]).waited is None
+    assert compute_rates([vitals_at(0, 1, waited=None), vitals_at(4, 5, looked=4, waited=None)]).waited is None
 
 
 def test_leaving_a_process_group_gives_no_negative_rate() -> None:
-    assert rates([vitals_at(0, 1, collectives=100), vitals_at(4, 5, collectives=0)]).collectives == 0
+    assert compute_rates([vitals_at(0, 1, collectives=100), vitals_at(4, 5, collectives=0)]).collectives == 0
 
 
 def test_many_ranks_are_sampled_less_often() -> None:
-    assert [period(size) for size in (1, 2, 8, 64)] == [1.0, 1.0, 3.2, 10.0]
+    assert [sample_period(size) for size in (1, 2, 8, 64)] == [1.0, 1.0, 3.2, 10.0]
 
 
 # -- the straggler
@@ -110,7 +115,7 @@ def test_many_ranks_are_sampled_less_often() -> None:
     ],
 )
 def test_the_straggler_waits_least_while_the_others_wait_long(waited: list[float | None], slow: list[int]) -> None:
-    assert stragglers([busy_rank(number, share) for number, share in enumerate(waited)]) == slow
+    assert find_stragglers([busy_rank(number, share) for number, share in enumerate(waited)]) == slow
 
 
 def test_ranks_of_other_cells_are_compared_among_themselves() -> None:
@@ -121,8 +126,8 @@ def test_ranks_of_other_cells_are_compared_among_themselves() -> None:
         busy_rank(3, 0.0, cell=5),
         busy_rank(4, 0.9, state="idle"),
     ]
-    assert stragglers(ranks) == [1]
-    assert stragglers([busy_rank(0, 0.8), busy_rank(1, 0.0, doing="pushing")]) == []
+    assert find_stragglers(ranks) == [1]
+    assert find_stragglers([busy_rank(0, 0.8), busy_rank(1, 0.0, doing="pushing")]) == []
 
 
 # -- the table
@@ -216,17 +221,17 @@ def test_a_silent_rank_is_asked_once_until_it_answers() -> None:
     with ScriptedGroup(2) as group:
         sampler = Sampler(group.lifecycle)
         engine = group.engine(1)
-        ordinary = engine.answers["process_group.rank_vitals.now"]
+        ordinary = engine.answers["process_group.rank_vitals.current_vitals"]
 
         def raise_deafness(every: float, keep: float) -> None:
             raise Deafness
 
-        engine.answers["process_group.rank_vitals.now"] = raise_deafness
+        engine.answers["process_group.rank_vitals.current_vitals"] = raise_deafness
         for _ in range(3):
             assert [one.state for one in sampler.look()] == ["idle", "no answer"]
-        assert engine.calls.count("process_group.rank_vitals.now") == 1
-        engine.answers["process_group.rank_vitals.now"] = ordinary
-        sampler._asked[engine.number].set_result(engine.answer(vitals.on_rank.vitals(1.0, 1.0)))
+        assert engine.calls.count("process_group.rank_vitals.current_vitals") == 1
+        engine.answers["process_group.rank_vitals.current_vitals"] = ordinary
+        sampler._asked[engine.number].set_result(engine.answer(vitals.on_rank.current_vitals(1.0, 1.0)))
         assert [one.state for one in sampler.look()] == ["idle", "idle"]
 
 
@@ -234,10 +239,10 @@ def test_a_rank_that_fails_to_answer_is_asked_later() -> None:
     with ScriptedGroup(1) as group:
         sampler = Sampler(group.lifecycle)
         assert [one.state for one in sampler.look()] == ["idle"]
-        ordinary = group.engine(0).answers["process_group.rank_vitals.now"]
-        group.engine(0).answers["process_group.rank_vitals.now"] = lambda every, keep: 1 / 0
+        ordinary = group.engine(0).answers["process_group.rank_vitals.current_vitals"]
+        group.engine(0).answers["process_group.rank_vitals.current_vitals"] = lambda every, keep: 1 / 0
         assert [one.state for one in sampler.look()] == ["no answer"]
-        group.engine(0).answers["process_group.rank_vitals.now"] = ordinary
+        group.engine(0).answers["process_group.rank_vitals.current_vitals"] = ordinary
         assert [one.state for one in sampler.look()] == ["idle"]
 
 
@@ -249,7 +254,7 @@ def test_the_last_answer_stands_in_for_a_slightly_late_one(monkeypatch: pytest.M
         def raise_deafness(every: float, keep: float) -> None:
             raise Deafness
 
-        group.engine(0).answers["process_group.rank_vitals.now"] = raise_deafness
+        group.engine(0).answers["process_group.rank_vitals.current_vitals"] = raise_deafness
         assert [one.state for one in sampler.look()] == ["idle"]
         monkeypatch.setattr(vitals, "LATE_SECONDS", 0.0)
         assert [one.state for one in sampler.look()] == ["no answer"]
@@ -315,7 +320,7 @@ class SimulatedDriver:
 @pytest.mark.parametrize("temperature", [61, None])
 def test_the_answer_of_the_driver_is_read(temperature: int | None) -> None:
     wanted: DeviceFigures = {"use": 0.87, "memory": 12, "total": 80, "temperature": temperature}
-    assert nvml.read(SimulatedDriver(temperature), "a handle") == wanted
+    assert nvml.read_figures(SimulatedDriver(temperature), "a handle") == wanted
     known = with_answer(busy_rank(0), vitals_at(1, device=wanted), Rates(), "idle")
     assert (known.gpu_use, known.gpu_memory, known.gpu_memory_total) == (0.87, 12, 80)
     assert known.gpu_temperature == temperature

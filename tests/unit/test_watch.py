@@ -13,7 +13,7 @@ import pytest
 
 from ddip.cluster.processes import on_host
 from ddip.group.members import watch
-from ddip.group.members.watch import Ending, Watch
+from ddip.group.members.watch import StopProgress, Watch
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
 
@@ -31,7 +31,7 @@ class Ranks:
         return {rank: self.answers[rank] for rank in ranks}
 
     def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
-        found = dict(zip(ranks, on_host.uses([self.members[rank].pid for rank in ranks]), strict=True))
+        found = dict(zip(ranks, on_host.cpu_usage([self.members[rank].pid for rank in ranks]), strict=True))
         return {rank: use for rank, use in found.items() if use is not None}
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_does_not_answer_does_not_move(clock: Clock) -> None:
 def test_ranks_are_not_asked_all_the_time(clock: Clock) -> None:
     ranks = Ranks([1], {})
     stall_decisions(clock, ranks, *[{0: (7, 0.0)}] * 30, seconds=0.1)
-    assert 1 < len(ranks.asked) < 6 and set(ranks.asked) == {on_rank.pulse()}
+    assert 1 < len(ranks.asked) < 6 and set(ranks.asked) == {on_rank.main_thread_pulse()}
 
 
 def test_a_message_counts_as_progress(clock: Clock) -> None:
@@ -132,7 +132,7 @@ def ending_decisions(
 ) -> list[bool]:
     """Return at each look whether the rank is making progress to its end."""
     ranks = Ranks([pid], {})
-    ending = Ending(ranks, [0], asleep)  # type: ignore[arg-type]
+    ending = StopProgress(ranks, [0], asleep)  # type: ignore[arg-type]
     decisions = []
     for phase in phases:
         clock.now += seconds

@@ -38,7 +38,7 @@ def prepare() -> None:
     for module in MENDS:
         module.apply()
     # fastai's default number of workers per loader
-    patches.patch(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))
+    patches.set_attribute(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))
     shell = get_ipython()
     assert shell is not None
     shell.events.register("pre_run_cell", _begin_cell)
@@ -46,7 +46,7 @@ def prepare() -> None:
 
 def release() -> None:
     """Undo all patches of fastai, and let the ranks' random numbers differ again."""
-    patches.restore()
+    patches.undo_all()
     shell = get_ipython()
     if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
         shell.events.unregister("pre_run_cell", _begin_cell)

@@ -57,7 +57,7 @@ def rank0_first(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             rank_exchange.broadcast_object(failed)
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Replace fastai's functions for distribution, since fit is already distributed."""
 
     @contextlib.contextmanager
@@ -78,9 +78,9 @@ def apply() -> None:
         """Return the number of ranks that a barrier can wait for; 0 if not all ranks run the cell."""
         return rank_exchange.world_size() if rank_exchange.on_all_ranks() else 0
 
-    patches.patch(Learner, "distrib_ctx", distrib_ctx)
-    patches.patch(Learner, "to_distributed", to_distributed)
-    patches.patch(Learner, "detach_distributed", detach_distributed)
+    patches.set_attribute(Learner, "distrib_ctx", distrib_ctx)
+    patches.set_attribute(Learner, "to_distributed", to_distributed)
+    patches.set_attribute(Learner, "detach_distributed", detach_distributed)
     patches.replace_imports("rank0_first", distributed.rank0_first, rank0_first)
     # fastai's barrier does nothing for 0 ranks, so that ``load`` works in a cell on one rank
-    patches.patch(torch_core, "num_distrib", num_distrib)
+    patches.set_attribute(torch_core, "num_distrib", num_distrib)

@@ -19,7 +19,7 @@ from ddip.apps.fastai import precision
 from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
 from ddip.apps.fastai.fit import TrainingCallback
 from ddip.apps.fastai.passing import TemporaryCallback
-from ddip.rank.objects.checksum import checksum
+from ddip.rank.objects.checksum import tensor_checksums
 
 GATHERED = ("inputs", "preds", "targets", "losses")
 """Attributes of GatherPredsCallback that are lists with one item per batch."""
@@ -45,7 +45,7 @@ class DdipMerge(TemporaryCallback):
     def after_validate(self) -> None:
         if not self._is_own_loader():
             return
-        metrics.merge(self.learn, self._metrics(), self.record)
+        metrics.merge_states(self.learn, self._metrics(), self.record)
         for callback in self.learn.cbs:
             if isinstance(callback, GatherPredsCallback):
                 _gather_predictions(callback)
@@ -75,9 +75,11 @@ def _agreed_seed(learn: Learner, dl: Any) -> int | None:
     ):
         return None
     training = any(isinstance(callback, TrainingCallback) for callback in learn.cbs)
-    model = () if training else checksum(rank_exchange.parameters_and_buffers(learn.model))
+    model = () if training else tensor_checksums(rank_exchange.parameters_and_buffers(learn.model))
     seed = randomness.Seeds.draw().python
-    proposals = rank_exchange.gather_objects((rank_loaders.summarize(dl), rank_exchange.fingerprint(model), seed))
+    proposals = rank_exchange.gather_objects(
+        (rank_loaders.summarize_data(dl), rank_exchange.fingerprint_value(model), seed)
+    )
     if any(proposal[:2] != proposals[0][:2] for proposal in proposals):
         return None  # each rank has its own data or model
     return int(proposals[0][2])
@@ -96,11 +98,11 @@ def _in_single_process_mode(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_single_process(self: Any, *args: Any, **kwargs: Any) -> Any:
         with rank_exchange.single_process_mode():
             return method(self, *args, **kwargs)
 
-    return run
+    return run_single_process
 
 
 def _class_and_subclasses(kind: type) -> list[type]:
@@ -108,7 +110,7 @@ def _class_and_subclasses(kind: type) -> list[type]:
     return [kind, *(below for subclass in subclasses for below in _class_and_subclasses(subclass))]
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch fastai to divide evaluations among the ranks."""
     validate_whole = Learner._do_epoch_validate
 
@@ -125,9 +127,11 @@ def apply() -> None:
             with randomness.preserved_rng(), self.added_cbs([DdipMerge(shard)]):
                 validate_whole(self, ds_idx, shard)
 
-    patches.patch(Learner, "_do_epoch_validate", validate_divided)
+    patches.set_attribute(Learner, "_do_epoch_validate", validate_divided)
     for kind in _class_and_subclasses(Learner):
         if "predict" in vars(kind):
-            patches.patch(kind, "predict", _in_single_process_mode(vars(kind)["predict"]))
-    patches.patch(FetchPredsCallback, "after_validate", _in_single_process_mode(FetchPredsCallback.after_validate))
-    patches.patch(torch_core, "maybe_gather", lambda x, axis=0: x)
+            patches.set_attribute(kind, "predict", _in_single_process_mode(vars(kind)["predict"]))
+    patches.set_attribute(
+        FetchPredsCallback, "after_validate", _in_single_process_mode(FetchPredsCallback.after_validate)
+    )
+    patches.set_attribute(torch_core, "maybe_gather", lambda x, axis=0: x)

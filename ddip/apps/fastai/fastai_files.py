@@ -30,8 +30,8 @@ def _write_on_first_rank(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `method` so that the first rank that runs the cell writes, even if it is not rank 0."""
 
     @functools.wraps(method)
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cell_ranks = current.ranks()
+    def write_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cell_ranks = current.cell_ranks()
         if current.is_everywhere() or not cell_ranks or min(cell_ranks) == 0 or min(cell_ranks) != rank_exchange.rank():
             return method(self, *args, **kwargs)
         before = os.environ["RANK"]
@@ -41,7 +41,7 @@ def _write_on_first_rank(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             os.environ["RANK"] = before
 
-    return write
+    return write_once
 
 
 _exporting = False
@@ -72,11 +72,11 @@ def _run_once_per_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that writes files and returns nothing, to run once per host."""
 
     @functools.wraps(function)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def run_once(*args: Any, **kwargs: Any) -> Any:
         what = f"{function.__name__}({', '.join(map(str, args[:1]))})"
         return once_per_host(what, lambda: function(*args, **kwargs), lambda: None)
 
-    return make
+    return run_once
 
 
 def _train_once_per_host(setup: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def _train_once_per_host(setup: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(setup)
     def train_once(self: core.SentencePieceTokenizer, items: Any, rules: Any = None) -> Any:
-        def load() -> Any:
+        def load_tokenizer() -> Any:
             from sentencepiece import SentencePieceProcessor
 
             model = self.cache_dir / "spm.model"
@@ -93,7 +93,7 @@ def _train_once_per_host(setup: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.tok is not None:
             return setup(self, items, rules)
-        return once_per_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load)
+        return once_per_host(f"pieces in {self.cache_dir}", lambda: setup(self, items, rules), load_tokenizer)
 
     return train_once
 
@@ -110,7 +110,7 @@ def _save_atomically(save: Callable[..., None]) -> Callable[..., None]:
     return save_at_once
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch fastai and fastcore to download once per host, and to write once."""
     get, hub, tokenize = FastDownload.get, torch.hub.download_url_to_file, core._tokenize_files
 
@@ -124,20 +124,20 @@ def apply() -> None:
 
     @functools.wraps(tokenize)
     def tokenize_once(*args: Any, **kwargs: Any) -> Any:
-        def found() -> Any:
+        def load_tokenized() -> Any:
             return tokenize(*args, **{**kwargs, "skip_if_exists": True})
 
-        return once_per_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), found)
+        return once_per_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), load_tokenized)
 
-    patches.patch(xtras, "save_config_file", _save_atomically(xtras.save_config_file))
-    patches.patch(FastDownload, "get", get_once)
-    patches.patch(torch.hub, "download_url_to_file", download_once)
-    patches.patch(core, "_tokenize_files", tokenize_once)
-    patches.patch(core.SentencePieceTokenizer, "setup", _train_once_per_host(core.SentencePieceTokenizer.setup))
+    patches.set_attribute(xtras, "save_config_file", _save_atomically(xtras.save_config_file))
+    patches.set_attribute(FastDownload, "get", get_once)
+    patches.set_attribute(torch.hub, "download_url_to_file", download_once)
+    patches.set_attribute(core, "_tokenize_files", tokenize_once)
+    patches.set_attribute(core.SentencePieceTokenizer, "setup", _train_once_per_host(core.SentencePieceTokenizer.setup))
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
         patches.replace_imports(name, getattr(vision, name), _run_once_per_host(getattr(vision, name)))
-    patches.patch(Learner, "save", _write_on_first_rank(Learner.save))
-    patches.patch(Learner, "export", _write_on_first_rank(_export_without_records(Learner.export)))
-    patches.patch(Recorder, "__getstate__", _state_with_records)
-    patches.patch(TextLearner, "save_encoder", _write_on_first_rank(TextLearner.save_encoder))
+    patches.set_attribute(Learner, "save", _write_on_first_rank(Learner.save))
+    patches.set_attribute(Learner, "export", _write_on_first_rank(_export_without_records(Learner.export)))
+    patches.set_attribute(Recorder, "__getstate__", _state_with_records)
+    patches.set_attribute(TextLearner, "save_encoder", _write_on_first_rank(TextLearner.save_encoder))

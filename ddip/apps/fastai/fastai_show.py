@@ -39,7 +39,7 @@ class _HiddenMasterBar(MasterBar):
         pass
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch fastprogress and CSVLogger so that only rank 0 shows and writes common output."""
     before_fit = CSVLogger.before_fit
 
@@ -65,4 +65,4 @@ def apply() -> None:
 
     patches.replace_imports("progress_bar", fastprogress.progress_bar, progress_bar)
     patches.replace_imports("master_bar", fastprogress.master_bar, master_bar)
-    patches.patch(CSVLogger, "before_fit", open_file)
+    patches.set_attribute(CSVLogger, "before_fit", open_file)

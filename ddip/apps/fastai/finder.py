@@ -28,7 +28,7 @@ class SavedState:
         learn.opt.load_state_dict(self.opt)
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch LRFinder to keep the saved state in memory on each rank."""
 
     def before_fit(self: LRFinder) -> None:
@@ -40,8 +40,8 @@ def apply() -> None:
         self.learn.opt.zero_grad()
         undo_search(self, self.learn)
 
-    patches.patch(LRFinder, "before_fit", before_fit)
-    patches.patch(LRFinder, "after_fit", after_fit)
+    patches.set_attribute(LRFinder, "before_fit", before_fit)
+    patches.set_attribute(LRFinder, "after_fit", after_fit)
 
 
 def undo_search(callback: Any, learn: Learner) -> None:

@@ -81,7 +81,7 @@ class DdipFirst(TrainingCallback):
     def after_train(self) -> None:
         self.job.share_buffers()
         if self.job.metrics:
-            metrics.merge(self.learn, self.job.metrics, self.job.record)
+            metrics.merge_states(self.learn, self.job.metrics, self.job.record)
 
     def after_fit(self) -> None:
         self.job.share_buffers()  # the fit may have been cancelled within an epoch
@@ -166,7 +166,7 @@ def _close_callback(callback: Any) -> None:
         vars(callback).pop(name, None)
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch ``Learner.fit`` to train on all ranks."""
     original = Learner.fit
 
@@ -190,8 +190,8 @@ def apply() -> None:
             _jobs.remove(job)
             job.end()
 
-    patches.patch(Learner, "fit", fit)
-    patches.patch(training, "find_bs", _step_items)
+    patches.set_attribute(Learner, "fit", fit)
+    patches.set_attribute(training, "find_bs", _step_items)
 
 
 def _step_items(batch: Any) -> float:

@@ -17,7 +17,7 @@ from ddip.apps import rank_exchange
 from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
 from ddip.apps.fastai.distribution.reduction import Reductions
 from ddip.rank.objects import wrappers
-from ddip.rank.objects.checksum import checksum
+from ddip.rank.objects.checksum import tensor_checksums
 
 NO_SYNC: dict[str, Any] = (
     {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
@@ -74,9 +74,11 @@ class Job:
         self.seeds = randomness.Seeds.draw()
         common = randomness.State.now()
         facts = {
-            "data": rank_loaders.summarize(learn.dls.train),
+            "data": rank_loaders.summarize_data(learn.dls.train),
             "epochs": learn.n_epoch,
-            "model": rank_exchange.fingerprint(checksum(rank_exchange.parameters_and_buffers(learn.model))),
+            "model": rank_exchange.fingerprint_value(
+                tensor_checksums(rank_exchange.parameters_and_buffers(learn.model))
+            ),
             "optimizer": _optimizer_fingerprint(learn),
             "seeds": self.seeds,
         }
@@ -218,7 +220,7 @@ class Job:
 
     def _drop_wrapper(self) -> None:
         if self._wrapper is not None and self._wrapper is not self.learn.model:
-            wrappers.drop(self._wrapper)
+            wrappers.discard_wrapper(self._wrapper)
         self._wrapper = None
 
     # -- end
@@ -269,19 +271,21 @@ def _require_same(all_facts: list[dict[str, Any]]) -> None:
 def _optimizer_fingerprint(learn: Learner) -> int:
     tensors: list[torch.Tensor] = []
 
-    def plain(value: Any) -> Any:
+    def to_plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return "tensor"
         if isinstance(value, dict):
-            return [(str(key), plain(item)) for key, item in value.items()]
+            return [(str(key), to_plain(item)) for key, item in value.items()]
         if isinstance(value, str | int | float | bool | None):
             return value
-        return [plain(item) for item in value] if hasattr(value, "__iter__") else repr(value)
+        return [to_plain(item) for item in value] if hasattr(value, "__iter__") else repr(value)
 
-    state = plain(learn.opt.state_dict())
+    state = to_plain(learn.opt.state_dict())
     trained = [parameter.requires_grad for parameter in learn.model.parameters()]
-    return rank_exchange.fingerprint((state, trained, getattr(learn.opt, "frozen_idx", 0), checksum(tensors)))
+    return rank_exchange.fingerprint_value(
+        (state, trained, getattr(learn.opt, "frozen_idx", 0), tensor_checksums(tensors))
+    )
 
 
 def _broadcast_optimizer(learn: Learner) -> None:

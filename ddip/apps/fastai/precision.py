@@ -33,7 +33,7 @@ def autocast_left_on_error(learn: Learner) -> Iterator[None]:
         raise
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch MixedPrecision to use bfloat16 on the CPU, where it is fast and needs no gradient scaling."""
     original = MixedPrecision.before_fit
 
@@ -45,4 +45,4 @@ def apply() -> None:
             self.autocast = autocast("cpu", dtype=torch.bfloat16)
             self.learn.scaler, self.scales = GradScaler("cpu", enabled=False), L()
 
-    patches.patch(MixedPrecision, "before_fit", before_fit)
+    patches.set_attribute(MixedPrecision, "before_fit", before_fit)

@@ -36,7 +36,7 @@ def prepare() -> None:
     if place.is_accelerate_imported():
         from ddip.apps import launcher  # imports accelerate
 
-        launcher.apply()
+        launcher.apply_patches()
     place.reset_state()
 
 
@@ -59,8 +59,8 @@ def end_cell(error: BaseException | None) -> None:
 
 def release() -> None:
     """Undo all patches, and reset the state that the libraries keep about the group."""
-    patches.restore()
-    hf_show.restore()
+    patches.undo_all()
+    hf_show.restore_bars()
     place.reset_state()
 
 

@@ -20,12 +20,12 @@ INSTEAD = (
 )
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch ``from_pretrained`` to raise ValueError if all ranks load a model with such a map."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         original = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
-        patches.patch(modeling.PreTrainedModel, "from_pretrained", classmethod(_check_device_map(original)))
+        patches.set_attribute(modeling.PreTrainedModel, "from_pretrained", classmethod(_check_device_map(original)))
 
 
 def _check_device_map(load: Callable[..., Any]) -> Callable[..., Any]:

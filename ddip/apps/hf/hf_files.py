@@ -27,7 +27,7 @@ DOWNLOADS = {
 }
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch the libraries to do this work once per host."""
     for path, name in DOWNLOADS.items():
         if path in sys.modules:
@@ -36,7 +36,7 @@ def apply() -> None:
     datasets = sys.modules.get("datasets")
     if datasets is not None:
         patches.replace_imports("load_dataset", datasets.load_dataset, _load_once(datasets.load_dataset))
-        patches.patch(datasets.Dataset, "map", _map_once(datasets.Dataset.map, datasets.is_caching_enabled))
+        patches.set_attribute(datasets.Dataset, "map", _map_once(datasets.Dataset.map, datasets.is_caching_enabled))
 
 
 def _run_once(kind: str, what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
@@ -50,7 +50,7 @@ def _download_once(download: Callable[..., Any]) -> Callable[..., Any]:
     def download_once(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
 
-        def found() -> Any:
+        def load_cached() -> Any:
             cached = {name: value for name, value in kwargs.items() if name not in FORCED}
             try:
                 return download(*args, **{**cached, "local_files_only": True})
@@ -59,7 +59,7 @@ def _download_once(download: Callable[..., Any]) -> Callable[..., Any]:
 
         if kwargs.get("dry_run") or kwargs.get("local_files_only"):
             return download(*args, **kwargs)
-        return _run_once(download.__name__, f"{args[:2]}", lambda: download(*args, **kwargs), found)
+        return _run_once(download.__name__, f"{args[:2]}", lambda: download(*args, **kwargs), load_cached)
 
     return download_once
 

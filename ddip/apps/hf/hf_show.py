@@ -18,11 +18,11 @@ _show_again: list[Any] = []
 """Functions that show hidden bars again."""
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Save the default progress callback, which `begin_cell` sets, so that the end of the app restores it."""
     trainer: Any = sys.modules.get("transformers.trainer")
     if trainer is not None:
-        patches.patch(trainer, "DEFAULT_PROGRESS_CALLBACK", trainer.ProgressCallback)
+        patches.set_attribute(trainer, "DEFAULT_PROGRESS_CALLBACK", trainer.ProgressCallback)
 
 
 def begin_cell() -> None:
@@ -36,7 +36,7 @@ def begin_cell() -> None:
     if quiet and not _show_again:
         _hide_bars()
     elif not quiet:
-        restore()
+        restore_bars()
 
 
 def _hide_bars() -> None:
@@ -51,7 +51,7 @@ def _hide_bars() -> None:
         _show_again.append(logging.enable_progress_bar)
 
 
-def restore() -> None:
+def restore_bars() -> None:
     """Show all bars again."""
     while _show_again:
         _show_again.pop()()

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ddip.apps import patches, rank_exchange
 from ddip.rank.objects import wrappers
-from ddip.rank.objects.checksum import checksum
-from ddip.rank.objects.wrappers import matches
+from ddip.rank.objects.checksum import tensor_checksums
+from ddip.rank.objects.wrappers import match_fingerprints
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
@@ -39,7 +39,7 @@ _has_stepped = False
 _accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch accelerate to note new objects and optimizer steps, and share their states in a rebuilt group."""
     for module, name, note in (
         ("accelerate.accelerator", "Accelerator", _accelerators.add),
@@ -48,21 +48,21 @@ def apply() -> None:
     ):
         if module in sys.modules:
             kind = getattr(sys.modules[module], name)
-            patches.patch(kind, "__init__", _note_new(kind.__init__, note))
+            patches.set_attribute(kind, "__init__", _note_new(kind.__init__, note))
     if "accelerate.optimizer" in sys.modules:
         kind = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
-        patches.patch(kind, "step", _note_step(kind.step))
-    patches.patch(wrappers, "share_also", share_states)
+        patches.set_attribute(kind, "step", _note_step(kind.step))
+    patches.set_attribute(wrappers, "share_also", share_states)
 
 
 def _note_new(init: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:
     @functools.wraps(init)
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
         init(self, *args, **kwargs)
         note(self)
 
-    return make
+    return init_and_note
 
 
 def _note_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,12 +109,12 @@ def share_states() -> None:
     """Copy rank 0's state to the optimizers and schedulers that exist on all ranks. A collective."""
     by_number = {number: stateful for stateful, number in _stateful_numbers.items()}
     descriptions = rank_exchange.gather_objects(
-        {number: _description(stateful) for number, stateful in by_number.items()}
+        {number: _describe_stateful(stateful) for number, stateful in by_number.items()}
     )
-    common = [by_number[numbers[rank_exchange.rank()]] for numbers in matches(descriptions)]
+    common = [by_number[numbers[rank_exchange.rank()]] for numbers in match_fingerprints(descriptions)]
     packed = [_pack_state(stateful.state_dict()) for stateful in common]
     fingerprints = rank_exchange.gather_objects(
-        [rank_exchange.fingerprint((data, checksum(tensors))) for data, tensors in packed]
+        [rank_exchange.fingerprint_value((data, tensor_checksums(tensors))) for data, tensors in packed]
     )
     for number, (stateful, (data, tensors)) in enumerate(zip(common, packed, strict=True)):
         if len({of_rank[number] for of_rank in fingerprints}) > 1:
@@ -124,7 +124,7 @@ def share_states() -> None:
                 stateful.load_state_dict({**stateful.state_dict(), **state})
 
 
-def _description(stateful: Any) -> str:
+def _describe_stateful(stateful: Any) -> str:
     """Return a description that must be equal on all ranks: classes and parameter shapes."""
     inner = stateful.optimizer if hasattr(stateful, "param_groups") else stateful.scheduler
     shapes = [

@@ -52,12 +52,12 @@ def reset_state() -> None:
             gradients.sync_gradients, gradients.dataloader_references = True, [None]
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch accelerate and transformers for this group and, if it is on the CPU, for the CPU."""
     patches.set_variable(NOT_OURS, "1")
     if (state := _state_module()) is not None:
         for kind in (state.AcceleratorState, state.PartialState):
-            patches.patch(kind, "__getattr__", _raise_if_stale(kind.__getattr__))
+            patches.set_attribute(kind, "__getattr__", _raise_if_stale(kind.__getattr__))
     if gpu.device.type != "cpu":
         return
     arguments = sys.modules.get("transformers.training_args")
@@ -69,7 +69,7 @@ def apply() -> None:
             __tracebackhide__ = True
             original(self, True, **kwargs)
 
-        patches.patch(state.PartialState, "__init__", init_on_cpu)
+        patches.set_attribute(state.PartialState, "__init__", init_on_cpu)
         patches.set_variable(USE_CPU, os.environ.get(USE_CPU, "true"))
     if arguments is not None:
         post_init = arguments.TrainingArguments.__post_init__
@@ -80,7 +80,7 @@ def apply() -> None:
             self.use_cpu = True
             post_init(self)
 
-        patches.patch(arguments.TrainingArguments, "__post_init__", post_init_on_cpu)
+        patches.set_attribute(arguments.TrainingArguments, "__post_init__", post_init_on_cpu)
 
 
 def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:

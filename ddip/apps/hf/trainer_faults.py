@@ -28,20 +28,20 @@ ON_SOME = (
 BARS = ("training_bar", "prediction_bar", "training_tracker")
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch the methods of Trainer to check the ranks before, and to tidy up after an error."""
     module = sys.modules.get("transformers.trainer")
     if module is not None:
         for name in METHODS:
-            patches.patch(module.Trainer, name, _tidy_on_error(getattr(module.Trainer, name)))
+            patches.set_attribute(module.Trainer, name, _tidy_on_error(getattr(module.Trainer, name)))
 
 
 def _tidy_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_and_tidy(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if not current.is_everywhere() and self.args.world_size > 1:
-            here = ", ".join(map(str, current.ranks()))
+            here = ", ".join(map(str, current.cell_ranks()))
             raise RuntimeError(ON_SOME.format(method=method.__name__, size=rank_exchange.world_size(), here=here))
         was_in_train = self.is_in_train
         _join_current_group(self)
@@ -53,7 +53,7 @@ def _tidy_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
                 _tidy_trainer(self)
             raise
 
-    return run
+    return run_and_tidy
 
 
 def _join_current_group(trainer: Any) -> None:

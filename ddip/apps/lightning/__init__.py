@@ -32,7 +32,7 @@ def prepare() -> None:
 
 def release() -> None:
     """Undo all patches."""
-    patches.restore()
+    patches.undo_all()
 
 
 def begin_cell() -> None:
@@ -41,7 +41,7 @@ def begin_cell() -> None:
     Lightning determines the rank on import, which is before the fork. Until it has made a Trainer, each rank would
     otherwise take itself for the first one.
     """
-    ranks = current.ranks()
+    ranks = current.cell_ranks()
     if ranks:
         _set_rank(sorted(ranks).index(dist.get_rank()))
 

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from ddip.apps import patches
-from ddip.apps.lightning.packages import modules
+from ddip.apps.lightning.packages import installed_modules
 
 NOT_SAVED = "no checkpoint was written after the failure: the model is sharded, and the ranks are at different steps"
 
@@ -26,13 +26,13 @@ _obsolete: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary
 """Paths of obsolete checkpoints that other ranks may still read, by Trainer."""
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch Lightning's handling of errors and interrupts, and ``lr_find``; these functions are private."""
-    for module in modules("pytorch.trainer.call"):
-        patches.patch(module, "_interrupt", _detach_before_interrupt(module._interrupt))
-    for module in modules("pytorch.tuner.lr_finder"):
+    for module in installed_modules("pytorch.trainer.call"):
+        patches.set_attribute(module, "_interrupt", _detach_before_interrupt(module._interrupt))
+    for module in installed_modules("pytorch.tuner.lr_finder"):
         restore = vars(module)["__lr_finder_restore_params"]
-        patches.patch(module, "_try_loop_run", _clean_up_failed_search(module._try_loop_run, restore))
+        patches.set_attribute(module, "_try_loop_run", _clean_up_failed_search(module._try_loop_run, restore))
 
 
 def _detach_before_interrupt(interrupt: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +46,7 @@ def _detach_before_interrupt(interrupt: Callable[..., None]) -> Callable[..., No
 
 def _clean_up_failed_search(loop_run: Callable[..., None], restore: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(loop_run)
-    def run(trainer: Any, params: Any) -> None:
+    def run_search(trainer: Any, params: Any) -> None:
         try:
             loop_run(trainer, params)
         except BaseException:
@@ -56,7 +56,7 @@ def _clean_up_failed_search(loop_run: Callable[..., None], restore: Callable[...
                 trainer.progress_bar_callback.enable()
             raise
 
-    return run
+    return run_search
 
 
 def detach_from_other_ranks(trainer: Any) -> None:
@@ -65,14 +65,14 @@ def detach_from_other_ranks(trainer: Any) -> None:
         return
     strategy = trainer.strategy
     _detached[trainer] = []
-    _replace(trainer, strategy, "barrier", lambda *_, **__: None)
-    _replace(trainer, strategy, "broadcast", lambda obj, src=0: obj)
-    _replace(trainer, strategy, "reduce", lambda tensor, *_, **__: tensor)
-    _replace(trainer, strategy, "all_gather", lambda tensor, *_, **__: tensor[None])
-    _replace(trainer, strategy, "reduce_boolean_decision", lambda decision, all=True: decision)
-    _replace(trainer, strategy, "remove_checkpoint", lambda path: _obsolete.setdefault(trainer, []).append(path))
+    _replace_method(trainer, strategy, "barrier", lambda *_, **__: None)
+    _replace_method(trainer, strategy, "broadcast", lambda obj, src=0: obj)
+    _replace_method(trainer, strategy, "reduce", lambda tensor, *_, **__: tensor)
+    _replace_method(trainer, strategy, "all_gather", lambda tensor, *_, **__: tensor[None])
+    _replace_method(trainer, strategy, "reduce_boolean_decision", lambda decision, all=True: decision)
+    _replace_method(trainer, strategy, "remove_checkpoint", lambda path: _obsolete.setdefault(trainer, []).append(path))
     if not any(kind.__name__ == "DDPStrategy" for kind in type(strategy).__mro__):
-        _replace(trainer, trainer, "save_checkpoint", lambda *_, **__: rank_zero_warn(NOT_SAVED))
+        _replace_method(trainer, trainer, "save_checkpoint", lambda *_, **__: rank_zero_warn(NOT_SAVED))
 
 
 def rejoin_other_ranks(trainer: Any) -> None:
@@ -87,6 +87,6 @@ def remove_obsolete_checkpoints(trainer: Any) -> None:
         trainer.strategy.remove_checkpoint(path)
 
 
-def _replace(trainer: Any, owner: Any, name: str, value: Callable[..., Any]) -> None:
+def _replace_method(trainer: Any, owner: Any, name: str, value: Callable[..., Any]) -> None:
     vars(owner)[name] = value
     _detached[trainer].append((owner, name))

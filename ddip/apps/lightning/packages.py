@@ -16,7 +16,7 @@ NAMES = {
 INSTALLED = tuple(name for name in NAMES if find_spec(name) is not None)
 
 
-def modules(path: str) -> list[Any]:
+def installed_modules(path: str) -> list[Any]:
     """Return the module at `path` of each installed package.
 
     For example, ``pytorch.tuner`` is ``lightning.pytorch.tuner`` and ``pytorch_lightning.tuner``.
@@ -25,5 +25,5 @@ def modules(path: str) -> list[Any]:
     return [importlib.import_module(NAMES[name][part] + dot + rest) for name in INSTALLED]
 
 
-LOADED = [modules(part) for part in ("pytorch", "fabric")]
+LOADED = [installed_modules(part) for part in ("pytorch", "fabric")]
 """Modules imported with the app, that is, once for all ranks."""

@@ -21,7 +21,7 @@ import torch
 
 from ddip.apps import patches, rank_exchange
 from ddip.apps.lightning import faults, trainers
-from ddip.apps.lightning.packages import modules
+from ddip.apps.lightning.packages import installed_modules
 
 RUNS = ("fit", "validate", "test", "predict")
 LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
@@ -32,18 +32,18 @@ _failed: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose last run failed on this rank."""
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch the Trainer's public methods, and disable its private signal handlers."""
-    for module in modules("pytorch"):
+    for module in installed_modules("pytorch"):
         for name in RUNS:
-            patches.patch(module.Trainer, name, _guard_run(getattr(module.Trainer, name)))
-    for module in modules("pytorch.trainer.connectors.signal_connector"):
-        patches.patch(module._SignalConnector, "register_signal_handlers", lambda self: None)
+            patches.set_attribute(module.Trainer, name, _guard_run(getattr(module.Trainer, name)))
+    for module in installed_modules("pytorch.trainer.connectors.signal_connector"):
+        patches.set_attribute(module._SignalConnector, "register_signal_handlers", lambda self: None)
 
 
 def _guard_run(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves out this frame
         trainers.ensure_same_ranks(self, f"trainer.{method.__name__}")
         if self.world_size > 1 and _has_failed_anywhere(self):
@@ -62,7 +62,7 @@ def _guard_run(method: Callable[..., Any]) -> Callable[..., Any]:
         _failed.discard(self)
         return result
 
-    return run
+    return run_guarded
 
 
 def _modules_of(model: Any) -> list[torch.nn.Module]:

@@ -29,13 +29,13 @@ class RankPosition:
     """True if all ranks run the cell."""
 
 
-def settings(what: str, asked: Mapping[str, Any], position: RankPosition) -> dict[str, Any]:
+def constructor_arguments(what: str, asked: Mapping[str, Any], position: RankPosition) -> dict[str, Any]:
     """Return the arguments to make `what`, "Trainer" or "Fabric", from the user's arguments `asked`.
 
     Raises ValueError, with a hint what to type instead, for arguments that do not fit the group.
 
     >>> cpu = RankPosition(rank=0, size=2, local_rank=0, local_size=2, device=None, is_everywhere=True)
-    >>> settings("Trainer", {"max_epochs": 1}, cpu)
+    >>> constructor_arguments("Trainer", {"max_epochs": 1}, cpu)
     {'max_epochs': 1, 'accelerator': 'cpu', 'devices': 2, 'num_nodes': 1}
     """
     __tracebackhide__ = True  # IPython leaves out this frame

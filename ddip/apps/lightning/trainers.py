@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torchmetrics import metric
 
 from ddip.apps import patches
-from ddip.apps.lightning.packages import modules
-from ddip.apps.lightning.trainer_placement import RankPosition, settings
+from ddip.apps.lightning.packages import installed_modules
+from ddip.apps.lightning.trainer_placement import RankPosition, constructor_arguments
 from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
 
@@ -41,15 +41,15 @@ def rank_position() -> RankPosition:
     )
 
 
-def apply() -> None:
+def apply_patches() -> None:
     """Patch the constructors, and the methods of Fabric; `runs` patches the methods of Trainer."""
-    for module in modules("pytorch"):
-        patches.patch(module.Trainer, "__init__", _fit_to_group("Trainer", module.Trainer.__init__))
-    for module in modules("fabric"):
-        patches.patch(module.Fabric, "__init__", _fit_to_group("Fabric", module.Fabric.__init__))
+    for module in installed_modules("pytorch"):
+        patches.set_attribute(module.Trainer, "__init__", _fit_to_group("Trainer", module.Trainer.__init__))
+    for module in installed_modules("fabric"):
+        patches.set_attribute(module.Fabric, "__init__", _fit_to_group("Fabric", module.Fabric.__init__))
         for name in FABRIC:
-            patches.patch(module.Fabric, name, _check_ranks(getattr(module.Fabric, name)))
-    patches.patch(metric, "jit_distributed_available", _only_on_all_ranks(metric.jit_distributed_available))
+            patches.set_attribute(module.Fabric, name, _check_ranks(getattr(module.Fabric, name)))
+    patches.set_attribute(metric, "jit_distributed_available", _only_on_all_ranks(metric.jit_distributed_available))
 
 
 def _only_on_all_ranks(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
@@ -62,24 +62,24 @@ def _only_on_all_ranks(is_distributed: Callable[[], bool]) -> Callable[[], bool]
 
 def _fit_to_group(what: str, init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def make(self: Any, **asked: Any) -> None:
+    def init_for_group(self: Any, **asked: Any) -> None:
         __tracebackhide__ = True  # IPython leaves out this frame
         position = rank_position()
-        init(self, **settings(what, asked, position))
+        init(self, **constructor_arguments(what, asked, position))
         if position.is_everywhere:
             _made_for[self] = position.size
 
-    return make
+    return init_for_group
 
 
 def _check_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves out this frame
         ensure_same_ranks(self, f"fabric.{method.__name__}")
         return method(self, *args, **kwargs)
 
-    return call
+    return call_checked
 
 
 def ensure_same_ranks(owner: Any, doing: str) -> None:
@@ -97,7 +97,7 @@ def ensure_same_ranks(owner: Any, doing: str) -> None:
             f"{dist.get_world_size()} now; recreate it: {kind.lower()} = {kind}(...)"
         )
     if not current.is_everywhere():
-        ranks = ", ".join(map(str, current.ranks()))
+        ranks = ", ".join(map(str, current.cell_ranks()))
         raise RuntimeError(
             f"{doing}: this {kind} is for all {size} ranks, and this cell runs on rank {ranks} only; run it without "
             f"-r, or make a {kind}() in this cell, which trains alone"

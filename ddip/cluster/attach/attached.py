@@ -32,7 +32,7 @@ WHERE = (
 """Expression for an engine's host name, Python, and boot and network namespace IDs, which identify the host."""
 
 
-def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> Client:
+def connect_client(file: str, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> Client:
     """Connect a client to the cluster with this connection file.
 
     `heard` gets the messages of a far end, on the client's thread. Raises GroupError if no controller answers.
@@ -49,7 +49,7 @@ def connect(file: str, heard: Callable[[dict[str, Any]], None] = lambda message:
         raise GroupError(f"{file}: {GONE} ({str(error).strip() or 'no answer'})") from None
 
 
-def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
+def ask_engines(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
     """Evaluate `expression` in each of these engines, even while they run code.
 
     The values must be Python literals. Raises GroupError on any failure.
@@ -58,7 +58,7 @@ def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
 
     content = {"code": "", "silent": True, "user_expressions": {"ddip": expression}}
     try:
-        answers = [ipp_private.control(client, engine, "execute_request", content) for engine in engines]
+        answers = [ipp_private.send_control_request(client, engine, "execute_request", content) for engine in engines]
     except KeyError as error:
         raise GroupError(f"engine {error} of that cluster has just ended; try again") from None
     values, deadline = [], time.monotonic() + ANSWER_SECONDS
@@ -75,17 +75,17 @@ def ask(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
     return values
 
 
-def look(file: str, name: str, n: int | None) -> Attachment:
+def find_hosts(file: str, name: str, n: int | None) -> Attachment:
     """Find the hosts of a cluster's engines, in the order of engine IDs. Raises GroupError.
 
     `name`: the cluster as the user typed it; `n`: the requested number of ranks.
     """
-    with _closing(connect(file)) as client:
+    with _closing_client(connect_client(file)) as client:
         engines = sorted(client.ids)
         if not engines:
             raise GroupError(f"-c {name}: that cluster has no engines yet; start some, such as with ipcluster engines")
         seats: dict[str, list[Any]] = {}
-        for engine, answer in zip(engines, ask(client, engines, WHERE), strict=True):
+        for engine, answer in zip(engines, ask_engines(client, engines, WHERE), strict=True):
             host, python, ids = json.loads(answer)
             seats.setdefault(json.dumps([host, ids]), [host, python, []])[2].append(engine)
     return Attachment(file, tuple(_seats_of(seats.values())), n)
@@ -100,7 +100,7 @@ def _seats_of(seats: Any) -> Iterator[Seat]:
 
 
 @contextlib.contextmanager
-def _closing(client: Client) -> Iterator[Client]:
+def _closing_client(client: Client) -> Iterator[Client]:
     try:
         yield client
     finally:

@@ -18,7 +18,7 @@ BEGIN, END = "ipcontroller", "client.json"
 
 
 @dataclass(frozen=True)
-class Found:
+class ClusterInfo:
     """A cluster, found by its connection file for clients."""
 
     profile: str
@@ -37,7 +37,7 @@ class Found:
         )
 
 
-def find(typed: str) -> str:
+def find_connection_file(typed: str) -> str:
     """Return the connection file of the running cluster that `typed` names.
 
     Raises GroupError, with the names of running clusters, if none or several match.
@@ -46,7 +46,7 @@ def find(typed: str) -> str:
         return _checked_file(typed)
     found = [cluster for cluster in all_there() if cluster.called(typed)]
     exact = [cluster for cluster in found if typed in (cluster.id, cluster.name)] or found
-    running = [cluster for cluster in exact if runs(cluster.file)]
+    running = [cluster for cluster in exact if is_running(cluster.file)]
     if len(running) == 1:
         return str(running[0].file)
     if running:
@@ -73,11 +73,11 @@ def _checked_file(typed: str) -> str:
 
 
 def _running_text() -> str:
-    names = [cluster.name for cluster in all_there() if runs(cluster.file)]
+    names = [cluster.name for cluster in all_there() if is_running(cluster.file)]
     return f"running: {', '.join(names)}" if names else "no cluster runs here; ipcluster start starts one"
 
 
-def all_there() -> Sequence[Found]:
+def all_there() -> Sequence[ClusterInfo]:
     """List the clusters with a connection file in a profile, except those that ddip started.
 
     Some may have ended without removing the file.
@@ -87,11 +87,11 @@ def all_there() -> Sequence[Found]:
         profile = file.parent.parent.name.removeprefix("profile_")
         own = file.name.removeprefix(f"{BEGIN}-").removesuffix(END).removesuffix("-")
         if not own.startswith("ddip-"):  # else ddip has started it
-            found.append(Found(profile, own, file))
+            found.append(ClusterInfo(profile, own, file))
     return found
 
 
-def runs(file: Path) -> bool:
+def is_running(file: Path) -> bool:
     """Return True if the controller with this connection file listens.
 
     One that can be reached only by an ssh tunnel is taken to listen.
@@ -107,14 +107,14 @@ def runs(file: Path) -> bool:
             return True
         anywhere = address in ("*", "0.0.0.0")
         return any(
-            _listens(target, info["registration"])
+            _is_listening(target, info["registration"])
             for target in ((info["location"], "127.0.0.1") if anywhere else (address,))
         )
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _listens(address: str, port: int) -> bool:
+def _is_listening(address: str, port: int) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection((address, port), CONNECT_SECONDS).close()
         return True

@@ -230,12 +230,14 @@ class FarEnd:
         ).start()
 
     def _wait_for_agent(self, link: Link, agent: subprocess.Popen[bytes]) -> None:
-        def read(name: str, source: Any) -> None:
+        def read_stream(name: str, source: Any) -> None:
             with source:
                 link.read(name, source.fileno())
 
         pipes = {"out": agent.stdout, "err": agent.stderr}
-        readers = [threading.Thread(target=read, args=pipe, name="ddip-far-end", daemon=True) for pipe in pipes.items()]
+        readers = [
+            threading.Thread(target=read_stream, args=pipe, name="ddip-far-end", daemon=True) for pipe in pipes.items()
+        ]
         for reader in readers:
             reader.start()
         code = agent.wait()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ddip.cluster import ipp_private, ssh
-from ddip.cluster.attach.attached import ANSWER_SECONDS, ask, connect
+from ddip.cluster.attach.attached import ANSWER_SECONDS, ask_engines, connect_client
 from ddip.cluster.attach.far_end import BEAT_SECONDS, KIND, LOST_BEATS, Link
 from ddip.errors import GroupError
 
@@ -36,7 +36,7 @@ class NearEnd:
 
     def __init__(self, file: str, engines: Sequence[int], line: str) -> None:
         self._kind = f"{KIND}{uuid.uuid4().hex}"
-        self._client = connect(file, self._handle_message)
+        self._client = connect_client(file, self._handle_message)
         self._connected, self._ended = threading.Event(), threading.Event()
         self._engine = self._reach(engines)
         self._link = Link(self._send, {"out": 1, "err": 2})
@@ -54,7 +54,7 @@ class NearEnd:
         fault = GroupError("")
         for engine in registered:
             try:
-                ask(self._client, [engine], START.format(text=text, kind=self._kind))
+                ask_engines(self._client, [engine], START.format(text=text, kind=self._kind))
                 self._wait_for_far_end(engine)
             except GroupError as error:
                 fault = error

@@ -89,21 +89,21 @@ class Agent:
         (self.run_folder / PROFILE).mkdir(mode=0o700)
         ownership.Record(Proc.of(os.getpid()), (), "", "").write(self.run_folder)
         self.missing = _change_directory(begin["directory"])
-        modules = on_host.modules(self.run_folder)
+        modules = on_host.modules_folder(self.run_folder)
         modules.mkdir(mode=0o700)
         first = [str(modules), os.getcwd(), *(folder for folder in begin["path"] if os.path.exists(folder))]
         sys.path[:] = [*first, *(entry for entry in sys.path if entry and entry not in first)]
         self._host = host.LocalHost(self.run_folder)
         mark = {processes.MARKED: processes.MARK}
-        self._environment = host.environment(self.run_folder, preload_client.notebook(), mark)
-        if preload_client.possible():
-            preload_client.begin()
+        self._environment = host.process_environment(self.run_folder, preload_client.notebook_name(), mark)
+        if preload_client.can_fork():
+            preload_client.ensure_process()
 
     def serve(self) -> NoReturn:
         """Send the facts and handle the notebook's messages until stdin ends; then end the process."""
         self.say(
             facts={
-                **on_host.facts(),
+                **on_host.collect_facts(),
                 "run_folder": str(self.run_folder),
                 "address": _own_address(),
                 "missing": self.missing,
@@ -145,7 +145,7 @@ class Agent:
                 threading.Thread(target=self._answer, args=(number, called), daemon=True).start()
 
     def _fork(self, number: int, request: dict[str, Any]) -> None:
-        if not preload_client.possible():
+        if not preload_client.can_fork():
             self.say(refused=number, why=f"{sys.platform} cannot fork; ranks on other hosts need Linux")
             return
         request["env"] = {**self._environment, **request["env"]}
@@ -157,7 +157,7 @@ class Agent:
     def _report_fork(self, number: int, child: Child) -> None:
         error = child.pid.exception()
         if error is None:
-            self._started[number] = processes.existing([child.pid.result()])
+            self._started[number] = processes.find_existing([child.pid.result()])
             self.say(forked=number, pid=child.pid.result())
         else:
             del self._children[number]
@@ -204,7 +204,7 @@ class Agent:
         self._leaving.acquire()  # never released: a second caller waits until the process exits
         with contextlib.suppress(BaseException):
             processes.end_processes([process for started in self._started.values() for process in started])
-            preload_client.end()
+            preload_client.end_process()
         with contextlib.suppress(BaseException):
             ownership.remove_files(self.run_folder, "", "")
         os._exit(0)
@@ -234,7 +234,7 @@ def _own_address() -> str:
     if len(words) == 4:
         return words[2]
     notebook = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    return on_host.route(notebook)[0] if notebook else ""
+    return on_host.find_route(notebook)[0] if notebook else ""
 
 
 def _ssh_ports() -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class Hosts:
     def _open(self, number: int, name: str) -> Host:
         if name in HERE and not self.reach.cluster:
             return LocalHost(self._run_folder)
-        directory = on_host.directory() if self.reach.directory is None else self.reach.directory
+        directory = on_host.working_directory() if self.reach.directory is None else self.reach.directory
         return RemoteHost(name, self._way.command(number, name), directory)
 
     @property
@@ -70,7 +70,7 @@ class Hosts:
             return [self._way.why_lost(host.name, host.said)]
         except concurrent.futures.TimeoutError:
             return [f"{host.name}: it has not answered in time; -t SECONDS waits longer"]
-        fault = compare(on_host.facts(), host.facts) or self._folder_fault(host)
+        fault = explain_mismatch(on_host.collect_facts(), host.facts) or self._folder_fault(host)
         return [f"{host.name}: {fault}"] if fault else []
 
     def _folder_fault(self, host: RemoteHost) -> str:
@@ -105,7 +105,7 @@ class Hosts:
             former.kill()
 
     def _set_reach(self, reach: Reach) -> None:
-        self.reach, self._way = reach, ways.of(reach)
+        self.reach, self._way = reach, ways.choose_way(reach)
 
     def connect(self, number: int, engine_file: Path) -> str:
         """Relay the controller to a remote host, and return the connection information for its engines.
@@ -119,7 +119,7 @@ class Hosts:
         host = self.all[number]
         assert isinstance(host, RemoteHost)
         if number not in self._connection_infos:
-            self._connection_infos[number] = json.dumps(ways.relayed(host, engine_file))
+            self._connection_infos[number] = json.dumps(ways.relay_controller(host, engine_file))
         return self._connection_infos[number]
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class OnHosts:
         self._record()
 
 
-def compare(ours: Facts, theirs: Facts) -> str:
+def explain_mismatch(ours: Facts, theirs: Facts) -> str:
     """Return the reason why ranks of a host cannot join the notebook's group; empty if they can.
 
     `ours` are the notebook's facts, `theirs` the host's.

@@ -75,7 +75,7 @@ class RemoteHost:
         self._link = links.Watch(lambda: on_host.ports_of(self.pid))
         self.children = Children(self._send, lambda pid: None)  # only the agent can kill them
         begin: agent.Begin = {
-            "notebook": preload_client.notebook(),
+            "notebook": preload_client.notebook_name(),
             "variables": {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
             "directory": directory,
             "path": _portable_path(),

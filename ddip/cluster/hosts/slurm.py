@@ -56,11 +56,11 @@ _holds: dict[int, int] = {}
 """Number of users of each of these jobs."""
 
 
-class Silent(GroupError):
+class SlurmUnavailable(GroupError):
     """Slurm did not answer or reported an error, so the state of its jobs is unknown."""
 
 
-def parse(typed: str) -> dict[str, str]:
+def parse_options(typed: str) -> dict[str, str]:
     """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into options of sbatch.
 
     Raises BadInput.
@@ -82,19 +82,19 @@ def parse(typed: str) -> dict[str, str]:
     return found
 
 
-def script(typed: str) -> str:
+def batch_script(typed: str) -> str:
     """Return the batch script for ``--slurm typed``; raise BadInput."""
     own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1", **KEPT}
-    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse(typed)).items()]
+    lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse_options(typed)).items()]
     return "\n".join(["#!/bin/bash", *lines, WAITING])
 
 
-def like(typed: str, count: int, without: Iterable[str]) -> str:
+def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
     """Return the options for `count` further nodes like those of ``--slurm typed``.
 
     The nodes `without` are excluded.
     """
-    options = {name: value for name, value in parse(typed).items() if name not in NAMING}
+    options = {name: value for name, value in parse_options(typed).items() if name not in NAMING}
     options["nodes"] = str(count)
     not_these = ",".join(filter(None, [options.pop("exclude", ""), *without]))
     if not_these:
@@ -102,13 +102,13 @@ def like(typed: str, count: int, without: Iterable[str]) -> str:
     return " ".join(shlex.quote(f"{name}={value}" if value else name) for name, value in options.items())
 
 
-def submit(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
+def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
     """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
 
     Raises BadInput or GroupError, or RequestInterrupted with the text `stopped` after an interrupt; the job has been
     cancelled by then.
     """
-    text = script(typed)
+    text = batch_script(typed)
     _ensure_slurm()
     keeper = subprocess.Popen(
         [sys.executable, "-P", "-m", "ddip.cluster.hosts.slurm_keeper"],
@@ -149,7 +149,7 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
     while True:
         try:
             state_and_reason = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r")
-        except Silent as error:  # the job keeps its place in the queue
+        except SlurmUnavailable as error:  # the job keeps its place in the queue
             progress(f"ddip: job {job}: {error}; stop cancels it")
             time.sleep(POLL_SECONDS)
             continue
@@ -162,9 +162,9 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def hold(job: int) -> bool:
+def hold_job(job: int) -> bool:
     """Keep a job that ddip submitted until `give_back`; return False if `job` does not run any more."""
-    if not nodes(job):
+    if not node_names(job):
         return False
     if job in _holds:
         _holds[job] += 1
@@ -196,7 +196,7 @@ def own_job() -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def nodes(job: int) -> list[str]:
+def node_names(job: int) -> list[str]:
     """Return the names of a running job's nodes, in Slurm's order; none if it does not run."""
     state, _, compressed = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%N").partition("|")
     return _slurm_output("scontrol", "show", "hostnames", compressed).split() if state == "RUNNING" else []
@@ -209,7 +209,7 @@ def seconds_left(job: int) -> float | None:
     """
     try:
         text = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%L")
-    except Silent:
+    except SlurmUnavailable:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
     if not found:
@@ -218,7 +218,7 @@ def seconds_left(job: int) -> float | None:
     return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
-def gpus(job: int, node: str) -> int:
+def count_gpus(job: int, node: str) -> int:
     """Return the number of GPUs that a job has on a node, whatever option requested them."""
     text = _slurm_output("scontrol", "--details", "--oneliner", "show", "job", str(job))
     for names, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
@@ -227,16 +227,16 @@ def gpus(job: int, node: str) -> int:
     return 0
 
 
-def step(job: int, node: str) -> list[str]:
+def step_command(job: int, node: str) -> list[str]:
     """Return the start of the srun command for a step on `node` of `job`, with all its resources there."""
-    gpu_count = gpus(job, node)
+    gpu_count = count_gpus(job, node)
     words = ["--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--quiet"]
     # the total, not --gpus-per-node: Slurm refuses the latter if the job's nodes have different numbers of GPUs
     words += [f"--gpus={gpu_count}"] * bool(gpu_count)
     return ["srun", f"--jobid={job}", f"--nodelist={node}", *words]
 
 
-def environment(variables: Mapping[str, str]) -> Iterator[str]:
+def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield the variables of this process's own job step, which srun would read as options."""
     return (name for name in variables if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF")
 
@@ -253,8 +253,8 @@ def _slurm_output(*command: str) -> str:
     except FileNotFoundError:
         raise GroupError(f"there is no Slurm here: {command[0]} is not on the PATH") from None
     except subprocess.TimeoutExpired:
-        raise Silent(f"Slurm has not answered {command[0]} for {ASK_SECONDS:g} s") from None
+        raise SlurmUnavailable(f"Slurm has not answered {command[0]} for {ASK_SECONDS:g} s") from None
     if done.returncode and "Invalid job id" not in done.stderr:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise Silent(f"Slurm has not answered {command[0]} ({why})")
+        raise SlurmUnavailable(f"Slurm has not answered {command[0]} ({why})")
     return done.stdout.strip()

@@ -43,11 +43,11 @@ class Ssh:
 
     def command(self, number: int, name: str) -> list[str]:
         """Return the ssh command that starts the agent of host `number`."""
-        return ssh.command(name, self._reach.python, self._reach.setup)
+        return ssh.agent_command(name, self._reach.python, self._reach.setup)
 
     def why_lost(self, name: str, output: str) -> str:
         """Explain the `output` of ssh."""
-        return ssh.reason(name, output, self._reach.python, self._reach.setup)
+        return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
 
 
 class Srun:
@@ -58,14 +58,14 @@ class Srun:
 
     def command(self, number: int, name: str) -> list[str]:
         """Return the srun command that starts the agent of node `number`."""
-        unset = [word for variable in slurm.environment(os.environ) for word in ("-u", variable)]
+        unset = [word for variable in slurm.step_variables(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)
-        return ["env", *unset, *slurm.step(self._reach.jobs[number], name), "sh", "-c", line]
+        return ["env", *unset, *slurm.step_command(self._reach.jobs[number], name), "sh", "-c", line]
 
     def why_lost(self, name: str, output: str) -> str:
         """Explain the `output` of srun."""
         output = output or "srun has ended; its job may be over"
-        return ssh.reason(name, output, self._reach.python, self._reach.setup)
+        return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
 
 
 class Attached:
@@ -91,18 +91,18 @@ class Attached:
             last = output.strip().rpartition("\n")[2]
             return f"{name}: {last}; start that cluster again, then type %makedip -r"
         python = next((seat.python for seat in self._attachment.seats if seat.name == name), "")
-        reason = ssh.reason(name, output, self._python, self._setup)
+        reason = ssh.explain_failure(name, output, self._python, self._setup)
         return reason if self._python or self._setup else f"{reason} (the Python of its engines is {python})"
 
 
-def of(reach: Reach) -> Way:
+def choose_way(reach: Reach) -> Way:
     """Return the way to the hosts of `reach`."""
     if reach.attached is not None:
         return Attached(reach.attached, reach.python, reach.setup)
     return Srun(reach) if reach.jobs else Ssh(reach)
 
 
-def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
+def relay_controller(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
     """Relay the controller's sockets to `host`, and return the connection information for engines there.
 
     `engine_file`: the controller's connection file for engines. Raises GroupError.
@@ -111,25 +111,25 @@ def relayed(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
     local_path = info["interface"].removeprefix("ipc://")
     remote_path = f"{host.run_folder}/{Path(local_path).name}"
     try:
-        host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in sorted(ports(info))})
+        host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in sorted(port_numbers(info))})
     except (HostLost, RuntimeError) as error:
         raise GroupError(f"{host.name}: the controller's sockets cannot be created there: {error}") from None
     return {**info, "interface": f"ipc://{remote_path}"}
 
 
-def ports(told: Mapping[str, Any]) -> set[int]:
+def port_numbers(told: Mapping[str, Any]) -> set[int]:
     """Return all port numbers in `told`, the controller's connection information."""
-    return set(_numbers(told.values()))
+    return set(_find_integers(told.values()))
 
 
-def _numbers(values: Any) -> set[int]:
+def _find_integers(values: Any) -> set[int]:
     """Return all integers in `values`, and in the lists and dictionaries in it."""
     found: set[int] = set()
     for value in values:
         if isinstance(value, int) and not isinstance(value, bool):
             found.add(value)
         elif isinstance(value, list):
-            found |= _numbers(value)
+            found |= _find_integers(value)
         elif isinstance(value, dict):
-            found |= _numbers(value.values())
+            found |= _find_integers(value.values())
     return found

@@ -10,12 +10,12 @@ from typing import Any
 from ipyparallel.error import EngineError, RemoteError, TaskAborted
 
 from ddip.cluster import ipp_private
-from ddip.cluster.cluster_api import Listener, Message, Raised, Recipient, Reply, Request
+from ddip.cluster.cluster_api import Listener, Message, Recipient, RemoteException, Reply, Request
 from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.processes.exit_diagnosis import EngineLogs
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.remote import call as run_call
+from ddip.protocol.remote import call_target as run_call
 
 
 class Channels:
@@ -46,29 +46,31 @@ class Channels:
         """Return the last lines that the last cell logged on `engine`."""
         return self._logs.tail(engine)
 
-    def execute(self, code: str, to: Sequence[Recipient], asked: Asked, *, history: bool = True) -> list[Request]:
+    def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
         """Run `code` as a cell on each of these engines."""
         for recipient in to:
             self._logs.cell_begins(recipient.engine)
-        return ipp_private.execute(self.client, code, to, asked, history=history)
+        return ipp_private.execute_cell(self.client, code, to, asked, history=history)
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
         """Make `call` on the main thread of `engine`."""
-        return _request(ipp_private.apply(self.client, engine, run_call, [call.target, *call.args], call.label))
+        return _wrap_future(
+            ipp_private.call_on_engine(self.client, engine, run_call, [call.target, *call.args], call.label)
+        )
 
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Make `call` on `engine` without waiting for its cell. Raises KeyError for an engine that has ended."""
         content = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
-        return ipp_private.control(self.client, engine, "ddip_request", content)
+        return ipp_private.send_control_request(self.client, engine, "ddip_request", content)
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
         """Interrupt a request to `engine`, or its current one for None.
 
         Raises KeyError for an engine that has ended.
         """
-        return ipp_private.control(self.client, engine, "ddip_interrupt", {"cell": msg_id})
+        return ipp_private.send_control_request(self.client, engine, "ddip_interrupt", {"cell": msg_id})
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
         """Send a widget's message to `engine`, and return its ID.
@@ -82,35 +84,37 @@ class Channels:
         self.client.listeners.pop(msg_id, None)
 
 
-def _request(future: Any) -> Request:
+def _wrap_future(future: Any) -> Request:
     """Wrap ipyparallel's `future` in a Request."""
     request = Request(future.msg_id)
     future.output.add_done_callback(lambda _: request.output.set_result(None))
-    future.add_done_callback(lambda done: request.set_result(_reply(done.result())))
+    future.add_done_callback(lambda done: request.set_result(_read_result_safely(done.result())))
     return request
 
 
-def _reply(result: Any) -> Reply:
-    """Convert a result as `_read` does, but turn any exception into an error reply.
+def _read_result_safely(result: Any) -> Reply:
+    """Convert a result as `_read_result` does, but turn any exception into an error reply.
 
     So the request is always done.
     """
     try:
-        return _read(result)
+        return _read_result(result)
     except Exception as error:
-        return Reply(raised=Raised(type(error).__name__, f"its answer cannot be read: {error}", at=time.time()))
+        return Reply(
+            raised=RemoteException(type(error).__name__, f"its answer cannot be read: {error}", at=time.time())
+        )
 
 
-def _read(result: Any) -> Reply:
+def _read_result(result: Any) -> Reply:
     """Convert ipyparallel's result of a call, an exception or a value, into a Reply."""
     if isinstance(result, TaskAborted):
-        return Reply(raised=Raised(KeyboardInterrupt.__name__, "before it began", at=time.time()))
+        return Reply(raised=RemoteException(KeyboardInterrupt.__name__, "before it began", at=time.time()))
     if isinstance(result, RemoteError):
         if (
             result.ename == EngineError.__name__ and not result.engine_info
         ):  # else the call itself raised an EngineError
             return Reply(ended=True)
-        return Reply(raised=Raised(result.ename, result.evalue, result.traceback))
+        return Reply(raised=RemoteException(result.ename, result.evalue, result.traceback))
     if isinstance(result, BaseException):
-        return Reply(raised=Raised(type(result).__name__, str(result), at=time.time()))
+        return Reply(raised=RemoteException(type(result).__name__, str(result), at=time.time()))
     return Reply(result)

@@ -33,14 +33,14 @@ def wait_for(
         elif time.monotonic() > last_refresh + 0.1:
             last_refresh = time.monotonic()
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                ipp_private.refresh(client, 0.1)
+                ipp_private.refresh_engines(client, 0.1)
         else:
             time.sleep(0.01)
         check(missing)
-    return _greet(client, engines, check)
+    return _greet_engines(client, engines, check)
 
 
-def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
+def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
     """Use every channel of every engine until it answers, and return the hellos.
 
     Messages are repeated, since a router drops what it receives before the engine has connected to it.
@@ -50,7 +50,7 @@ def _greet(client: RankClient, engines: list[int], check: Callable[[set[int]], N
     interval = 0.05
     while len(hellos) < len(engines) or len(listening) < len(engines):
         hello_requests = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
-        pings = {_ping(client, engine): engine for engine in engines if engine not in listening}
+        pings = {_ping_engine(client, engine): engine for engine in engines if engine not in listening}
         done, _ = concurrent.futures.wait([*hello_requests, *pings], timeout=interval)
         hellos.update((hello_requests[answer], answer.result()["ok"]) for answer in done if answer in hello_requests)
         listening.update(pings[answer] for answer in done if answer in pings)
@@ -65,14 +65,16 @@ def _request_hello(client: RankClient, engine: int) -> concurrent.futures.Future
     The future is never done if the engine has ended, which `check` reports.
     """
     with contextlib.suppress(KeyError):
-        return ipp_private.control(client, engine, "ddip_request", {"target": on_rank.hello.target, "args": []})
+        return ipp_private.send_control_request(
+            client, engine, "ddip_request", {"target": on_rank.make_hello.target, "args": []}
+        )
     return concurrent.futures.Future()
 
 
-def _ping(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
+def _ping_engine(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
     """Run an empty cell on `engine`; the future is done once its last message came back.
 
     This uses the shell and iopub channels.
     """
-    (ping,) = ipp_private.execute(client, "", [Recipient(engine, lambda message: None)], {}, silent=True)
+    (ping,) = ipp_private.execute_cell(client, "", [Recipient(engine, lambda message: None)], {}, silent=True)
     return ping.output

@@ -27,14 +27,14 @@ _holds: dict[str, int] = {}
 """Number of users of each cluster, by its connection file."""
 
 
-def check(launcher: str) -> None:
+def check_launcher(launcher: str) -> None:
     """Raise BadInput if ipyparallel has no such launcher; a name with a dot is accepted as a user's class."""
     names = sorted(entry.name for entry in importlib.metadata.entry_points(group=GROUP))
     if launcher not in names and "." not in launcher:
         raise BadInput(f"--engines {launcher}: ipyparallel has no such launcher; type one of {', '.join(names)}")
 
 
-def start(launcher: str, profile: str, n: int | None, progress: Callable[[str], None]) -> str:
+def start_cluster(launcher: str, profile: str, n: int | None, progress: Callable[[str], None]) -> str:
     """Start a cluster, wait for its engines, and return its connection file.
 
     The caller must `give_back` the cluster. Raises GroupError or RequestInterrupted, and leaves nothing behind then.
@@ -89,7 +89,7 @@ def _wait_for_engines(
     keeper: subprocess.Popen[bytes], launcher: str, file: str, count: int, progress: Callable[[str], None]
 ) -> None:
     """Wait until `count` engines are registered; raise GroupError if the keeper reports an error."""
-    client = attached.connect(file)
+    client = attached.connect_client(file)
     try:
         while len(client.ids) < count:
             progress(f"ddip: {len(client.ids)} of {count} engines of {launcher} are up; stop ends them")
@@ -99,7 +99,7 @@ def _wait_for_engines(
         client.close(linger=0)
 
 
-def hold(file: str) -> bool:
+def hold_cluster(file: str) -> bool:
     """Keep the cluster until `give_back`; return False if ddip has not started it, or if it has ended."""
     keeper = _keepers.get(file)
     if keeper is None or keeper.poll() is not None:

@@ -29,7 +29,7 @@ from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.processes import on_host, preload_client
 from ddip.cluster.processes.children import CannotFork, Child
 from ddip.cluster.processes.host import Host, HostLost
-from ddip.cluster.processes.processes import Proc, end_processes, existing
+from ddip.cluster.processes.processes import Proc, end_processes, find_existing
 from ddip.errors import GroupError
 from ddip.guard import Guard
 
@@ -92,7 +92,7 @@ class _ForkedProcess:
 class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignore[misc]
     """A launcher that forks from the preload process, or spawns if forking is not possible.
 
-    Its command must come from `preload_client.command`.
+    Its command must come from `preload_client.module_command`.
     """
 
     _output: str | None = None
@@ -102,7 +102,7 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
     also = List(Unicode(), help="Modules to import before the fork, besides those that are always needed.")
     needs: tuple[str, ...] = ()
     """Modules that are always needed."""
-    warm: preload_client.WarmProcess | None = None
+    warm: preload_client.PreloadProcess | None = None
     """The preload process that forked the process; None if it was spawned."""
     why_spawned = ""
     """Reason why the process could not be forked; empty if there is none."""
@@ -113,12 +113,12 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
         log = Path(self.environment["DDIP_RUN_FOLDER"], Path(self.output_file).name)  # it is removed with that folder
         log.touch(0o600)  # a cell may print secrets
         self.output_file = str(log)
-        if not (self.fork and preload_client.possible() and await self._fork()):
+        if not (self.fork and preload_client.can_fork() and await self._fork()):
             self.environment.update(DDIP_OWNER=str(os.getpid()))
             super().start()
 
     async def _fork(self) -> bool:
-        warm = preload_client.begin()
+        warm = preload_client.ensure_process()
         module, *arguments = self.args[len(preload_client.START) :]
         environment = {**os.environ, **self.get_env(), "DDIP_OWNER": str(warm.pid)}
         child = warm.fork(
@@ -162,7 +162,7 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
         if self._output is None:
             self._output = log_text(self.output_file) if self.output_file else ""
         if remove:
-            on_host.remove(self.output_file)
+            on_host.remove_file(self.output_file)
         return self._output
 
     def ended(self) -> None:
@@ -249,7 +249,7 @@ class EngineSetLauncher(_GuardedCallbacks, launcher.LocalEngineSetLauncher):  # 
 
 def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
     """Return the live processes of `launchers` on this host."""
-    return existing(launched.pid for launched in launchers if not isinstance(launched, RemoteEngineLauncher))
+    return find_existing(launched.pid for launched in launchers if not isinstance(launched, RemoteEngineLauncher))
 
 
 def end_launched(launchers: Iterable[Launcher]) -> None:
@@ -262,7 +262,7 @@ def end_launched(launchers: Iterable[Launcher]) -> None:
     for launched in launchers:
         if isinstance(launched, RemoteEngineLauncher):
             remote.setdefault(launched.host.name, (launched.host, []))[1].append(launched.pid)
-    ending: list[Future[None]] = [host.begin(on_host.end, pids) for host, pids in remote.values()]
+    ending: list[Future[None]] = [host.begin(on_host.end_sessions, pids) for host, pids in remote.values()]
     end_processes(processes_of(launchers))
     for end in ending:
         with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):

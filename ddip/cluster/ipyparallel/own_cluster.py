@@ -42,7 +42,7 @@ from ddip.cluster.ipyparallel.launchers import (
 from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end, without_exit
 from ddip.cluster.processes import ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.processes.host import environment
+from ddip.cluster.processes.host import process_environment
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -63,9 +63,9 @@ class OwnCluster(OnHosts, Channels):
         if refusal := compat_ipyparallel.NOTEBOOK.find_refusal():
             raise GroupError(refusal)
         self.off = compat.find_off(compat_ipyparallel.NOTEBOOK)
-        self._fork = fork and preload_client.possible()
+        self._fork = fork and preload_client.can_fork()
         if self._fork:
-            preload_client.begin()
+            preload_client.ensure_process()
         self.spawned = ""
         self._expected: set[int] = set()
         """Engines that were started and not ended by this process."""
@@ -75,7 +75,7 @@ class OwnCluster(OnHosts, Channels):
         self._stopping = False
         self._guard = Guard("processes of the group may be left")
         self._controller_exit: list[int | None] = []
-        self._warm: preload_client.WarmProcess | None = None
+        self._warm: preload_client.PreloadProcess | None = None
         try:
             self.run_folder = ownership.make_run_folder()
         except OSError as error:
@@ -91,7 +91,7 @@ class OwnCluster(OnHosts, Channels):
             raise
         self._loop = Loop("ddip-cluster")
         mark = {processes.MARKED: processes.MARK}
-        self._environment = environment(self.run_folder, preload_client.notebook(), mark)
+        self._environment = process_environment(self.run_folder, preload_client.notebook_name(), mark)
         try:
             self._ipp: OwnIppCluster = self._run_on_loop(self._make_ipp_cluster(log))
             self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
@@ -163,7 +163,7 @@ class OwnCluster(OnHosts, Channels):
     def _start_controller(self, timeout: float) -> None:
         """Start the controller process, and return before it is ready; allow it `timeout` seconds for that."""
         starting = self._ipp.start_controller(
-            controller_cmd=preload_client.command("ddip.cluster.processes.controller"),
+            controller_cmd=preload_client.module_command("ddip.cluster.processes.controller"),
             controller_args=controller_arguments(encrypt=bool(self._hosts.remote)),
             connection_info_timeout=timeout,
             environment=self._environment,
@@ -208,7 +208,7 @@ class OwnCluster(OnHosts, Channels):
         await self._ipp.start_engines(
             1,
             engine_set_id=_set_name(engine),
-            engine_cmd=preload_client.command("ddip.rank.kernel.engine"),
+            engine_cmd=preload_client.module_command("ddip.rank.kernel.engine"),
             engine_args=engine_arguments(engine, timeout),
             environment={**base, **environment},
             fork=self._fork,
@@ -219,7 +219,7 @@ class OwnCluster(OnHosts, Channels):
         for launcher in launched.launchers.values():  # none if the engine has ended already
             if not remote:
                 self._logs.opened(engine, Path(launcher.output_file))
-                self._processes[engine] = processes.existing([launcher.pid])
+                self._processes[engine] = processes.find_existing([launcher.pid])
             else:
                 self._logs.opened_elsewhere(engine, launcher.mark_log)
             self.spawned = launcher.why_spawned or self.spawned
@@ -288,7 +288,7 @@ class OwnCluster(OnHosts, Channels):
         self._logs.closed(engine, log)
         self.exits[engine] = data.get("exit_code")
         if engine in self._expected and self.connected and not self._stopping:
-            ipp_private.unregister(self.client, engine)
+            ipp_private.unregister_engine(self.client, engine)
             ended = self._processes.get(engine, [])
             if ended:  # its children hold its connections open, and the other ranks would wait for them
                 self._guard.start_thread("ddip-end", processes.end_processes, ended, daemon=False)
@@ -297,7 +297,7 @@ class OwnCluster(OnHosts, Channels):
         """Record the processes and files to clean up if this process dies."""
         launchers = self._launchers(self._ipp.engines)
         recorded = processes_of([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
-        recorded += processes.existing(host.pid for host in self._hosts.remote)
+        recorded += processes.find_existing(host.pid for host in self._hosts.remote)
         me = processes.Proc.of(os.getpid())
         with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has cleaned up
             ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
@@ -317,7 +317,7 @@ class OwnCluster(OnHosts, Channels):
         for engine, name in to_end.items():
             self._run_on_loop(self._ipp.stop_engines(name))
             if self.connected:
-                ipp_private.unregister(self.client, engine)
+                ipp_private.unregister_engine(self.client, engine)
         self._record()
 
     def _cancel_starting(self) -> None:

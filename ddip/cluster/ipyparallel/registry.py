@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-def remove(shell: InteractiveShell, name: str) -> Any:
+def remove_magics(shell: InteractiveShell, name: str) -> Any:
     """Unregister the class of magics `name`, and return its instance, or None if there was none."""
     magics = shell.magics_manager.registry.pop(name, None)
     if magics is None:
@@ -28,4 +28,4 @@ def remove_parallel_magics(client: Any) -> None:
     shell = get_ipython()
     magics = None if shell is None else shell.magics_manager.registry.get("ParallelMagics")
     if shell is not None and magics is not None and magics.view.client is client:
-        remove(shell, "ParallelMagics")
+        remove_magics(shell, "ParallelMagics")

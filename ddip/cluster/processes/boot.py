@@ -33,12 +33,12 @@ def main() -> None:
         module.main()
     except Exception:
         traceback.print_exc()
-        for name, file in hidden().items():
+        for name, file in hidden_modules().items():
             print(f"{file} {INSTEAD} {name}; rename it", file=sys.stderr)
         sys.exit(1)
 
 
-def hidden() -> dict[str, str]:
+def hidden_modules() -> dict[str, str]:
     """Return the modules of the standard library that files on the path hide, with these files."""
     import os
     from importlib.machinery import PathFinder

@@ -89,9 +89,9 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
     if name in CRASHES:
         return "a crash in C code, such as an extension's or a driver's"
     if name == "SIGKILL":
-        figures = f"{_gigabytes(now.available)} of {_gigabytes(now.total)} GB are free now"
+        figures = f"{_gigabytes_text(now.available)} of {_gigabytes_text(now.total)} GB are free now"
         if held is not None:
-            figures = f"its last known memory use was {_gigabytes(held)} GB; {figures}"
+            figures = f"its last known memory use was {_gigabytes_text(held)} GB; {figures}"
         if now.kills > before.kills:
             return f"the OOM killer ended it, or another process ({figures})"
         short = now.available < now.total / 10 or (held is not None and held > now.total / 2)
@@ -164,5 +164,5 @@ class EngineLogs:
         return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 
 
-def _gigabytes(size: int) -> str:
+def _gigabytes_text(size: int) -> str:
     return f"{size / 1e9:.1f}"

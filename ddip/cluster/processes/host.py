@@ -84,7 +84,7 @@ class LocalHost:
     @property
     def facts(self) -> Facts:
         """The current facts of this machine."""
-        return on_host.facts()
+        return on_host.collect_facts()
 
     def fork(
         self,
@@ -97,7 +97,7 @@ class LocalHost:
         log: str,
     ) -> Child:
         """Fork the process from the preload process; arguments as in `Host.fork`."""
-        warm = preload_client.begin()
+        warm = preload_client.ensure_process()
         path = self.run_folder / log
         path.touch(0o600)  # a cell may print secrets
         return warm.fork(
@@ -120,7 +120,7 @@ class LocalHost:
         return function(*args, **kwargs)
 
 
-def environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
+def process_environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hold the parameters of a cluster's processes.
 
     The processes remove these variables at their start.

@@ -24,7 +24,7 @@ import psutil
 from ddip.cluster import devices
 from ddip.cluster.processes import processes, tcp_tables
 from ddip.cluster.processes.exit_diagnosis import HostMemory
-from ddip.cluster.processes.processes import end_processes, existing
+from ddip.cluster.processes.processes import end_processes, find_existing
 from ddip.protocol import dump
 from ddip.protocol.old_versions import tcp_connections
 
@@ -56,7 +56,7 @@ class Facts(TypedDict):
     """ddip version."""
 
 
-def facts() -> Facts:
+def collect_facts() -> Facts:
     """Return the facts of this host and of this process's environment."""
     try:
         torch = importlib.metadata.version("torch")
@@ -64,9 +64,9 @@ def facts() -> Facts:
         torch = ""
     return {
         "hostname": socket.gethostname(),
-        "cores": cores(),
+        "cores": count_cores(),
         "gpus": devices.gpu_names(),
-        "directory": directory(),
+        "directory": working_directory(),
         "path": list(sys.path),
         "python": platform.python_version(),
         "torch": torch,
@@ -74,12 +74,12 @@ def facts() -> Facts:
     }
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def directory() -> str:
+def working_directory() -> str:
     """Return this process's working directory, where new ranks begin; ``/`` if it was removed."""
     try:
         return os.getcwd()
@@ -90,9 +90,9 @@ def directory() -> str:
 # -- a rank's process
 
 
-def connections(pids: Sequence[int]) -> list[list[list[Any]]]:
+def list_connections(pids: Sequence[int]) -> list[list[list[Any]]]:
     """Return both ends of each TCP connection, per process; no connections if it has ended."""
-    return tcp_tables.connections(pids)
+    return tcp_tables.list_connections(pids)
 
 
 def ports_of(pid: int) -> list[tuple[int, int]]:
@@ -105,7 +105,7 @@ def ports_of(pid: int) -> list[tuple[int, int]]:
     return found
 
 
-def place(pid: int, run_folder: str) -> dict[str, Any] | None:
+def stack_location(pid: int, run_folder: str) -> dict[str, Any] | None:
     """Return the fields of the `StackLocation` of a rank that cannot answer.
 
     The rank dumps its stack on a signal. None if it does not react to that either.
@@ -149,7 +149,7 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def memory(pids: Sequence[int]) -> list[int | None]:
+def resident_memory(pids: Sequence[int]) -> list[int | None]:
     """Return the resident memory of each process in bytes; None for one that has ended."""
     found: list[int | None] = []
     for pid in pids:
@@ -166,12 +166,12 @@ def host_memory() -> list[int]:
     return [now.total, now.available, now.kills]
 
 
-def end(pids: Sequence[int]) -> None:
+def end_sessions(pids: Sequence[int]) -> None:
     """End processes, each the leader of a session, and all processes that they started."""
-    end_processes(existing(pids))
+    end_processes(find_existing(pids))
 
 
-def uses(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
+def cpu_usage(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
     """Return the CPU time in seconds of each process with its descendants, and whether any is running.
 
     None for a process that has ended.
@@ -214,7 +214,7 @@ def _is_running(process: psutil.Process) -> bool:
 WithFile: TypeAlias = "Callable[[str], None]"
 
 
-def modules(run_folder: Path) -> Path:
+def modules_folder(run_folder: Path) -> Path:
     """Return the folder for copies of the notebook's modules on another host.
 
     It comes first on ``sys.path`` of the ranks there.
@@ -229,7 +229,7 @@ def ensure_private(folder: str) -> None:
     path.chmod(0o700)
 
 
-def poison(store: str) -> None:
+def poison_store(store: str) -> None:
     """Replace the file `store` with a link to itself, so that waits for a key in it fail.
 
     They fail with "too many links". If the file were missing, torch's ``FileStore`` would wait for it, and no thread
@@ -243,7 +243,7 @@ def poison(store: str) -> None:
         loop.replace(path)
 
 
-def remove(file: str) -> None:
+def remove_file(file: str) -> None:
     """Remove a file of the run folder, if it exists."""
     with contextlib.suppress(OSError):
         Path(file).unlink(missing_ok=True)
@@ -252,7 +252,7 @@ def remove(file: str) -> None:
 # -- its network
 
 
-def route(address: str) -> tuple[str, str]:
+def find_route(address: str) -> tuple[str, str]:
     """Return this host's own address on the route to `address`, and its interface.
 
     Both are empty if there is no route. Nothing is sent: the kernel looks up the route.
@@ -270,7 +270,7 @@ def route(address: str) -> tuple[str, str]:
     return ours, names[0] if names else ""
 
 
-def reach(address: str, port: int) -> str:
+def try_connection(address: str, port: int) -> str:
     """Try a TCP connection to a port of another host, and return the error; empty if it succeeds."""
     try:
         socket.create_connection((address, port), REACH_SECONDS).close()

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from ddip.cluster.processes.processes import MARK, Proc, end_processes, living
+from ddip.cluster.processes.processes import MARK, Proc, end_processes, find_live
 
 RECORD = "owner.json"
 RECORD_BYTES = 1_000_000
@@ -144,7 +144,7 @@ def _outlives_the_login(runtime: Path) -> bool:
     return private and (not managed or Path(f"/var/lib/systemd/linger/{psutil.Process().username()}").exists())
 
 
-def _prefix() -> str:
+def _folder_prefix() -> str:
     """Return the prefix of run folder names: this user, and the scope in which the owner's PID is valid."""
     return f"ddip-{os.getuid()}-{hashlib.sha256(_pid_scope().encode()).hexdigest()[:6]}-"
 
@@ -154,7 +154,7 @@ def _owner_in_name(name: str) -> Proc | None:
 
     None if it is not the name of a run folder of this user in this PID scope.
     """
-    found = re.fullmatch(rf"{_prefix()}(\d+)-([\d.]+)-\w+", name)
+    found = re.fullmatch(rf"{_folder_prefix()}(\d+)-([\d.]+)-\w+", name)
     return Proc(int(found[1]), float(found[2])) if found else None
 
 
@@ -169,7 +169,7 @@ def make_run_folder() -> Path:
     for place in _candidate_folders():
         folder = None
         try:
-            folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{me.pid}-{me.started:.15g}-", dir=place))
+            folder = Path(tempfile.mkdtemp(prefix=f"{_folder_prefix()}{me.pid}-{me.started:.15g}-", dir=place))
             longest = str(folder / f"{SOCKETS}:999")
             longest.encode()  # ZeroMQ needs a path that can be encoded
             if urlsplit(f"file://{longest}").path != longest:  # torch parses the store's path as part of a URL
@@ -257,7 +257,7 @@ def clear_up_orphans() -> int:
 
 def _run_folders() -> Iterator[Path]:
     """Yield every folder with the name of a run folder of this user and PID scope, whoever created it."""
-    prefix = _prefix()
+    prefix = _folder_prefix()
     for place in _candidate_folders():
         with contextlib.suppress(OSError):
             names = [name for name in os.listdir(place) if name.startswith(prefix) and _owner_in_name(name)]
@@ -275,7 +275,7 @@ class Run:
     """Number of live processes that its record lists."""
 
 
-def runs() -> list[Run]:
+def list_runs() -> list[Run]:
     """List every cluster of this user in this PID scope; change nothing."""
     found = []
     for folder in _run_folders():
@@ -283,6 +283,6 @@ def runs() -> list[Run]:
             record = Record.read(opened)
             owner = record.owner if record else _owner_in_name(folder.name)
             if owner is not None:
-                live = living(record.processes, record.mark) if record else []
+                live = find_live(record.processes, record.mark) if record else []
                 found.append(Run(folder, owner, owner.find() is not None, len(live)))
     return found

@@ -24,7 +24,7 @@ from typing import Any
 from ddip.cluster.processes import processes
 from ddip.cluster.processes.children import Child, Children
 from ddip.guard import Guard
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 CONTROLLER = ("ddip.cluster.processes.controller", "ipyparallel.controller.app")
 """Modules that a controller needs."""
@@ -71,7 +71,7 @@ START = (
 """Command that starts a ddip process; the module and its arguments follow."""
 
 
-class WarmProcess:
+class PreloadProcess:
     """A preload process, with the modules that it has imported and the children that it forked."""
 
     def __init__(self, also: Sequence[str] = ()) -> None:
@@ -82,14 +82,21 @@ class WarmProcess:
         self.ended = False
         self._retired = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the process has ended
-        self._children = Children(self.send, processes.kill, self._end_if_retired)
+        self._children = Children(self.send, processes.kill_and_wait, self._end_if_retired)
         self._lock = threading.Lock()
         self._guard = Guard("a message of the preload process could not be used")
         ours, theirs = socket.socketpair()
         later = () if os.environ.get(ONLY_ENGINES[0]) == ONLY_ENGINES[1] else BACKGROUND_PRELOAD
         with theirs:
             self._process = subprocess.Popen(
-                [*command("ddip.cluster.processes.preload_server"), notebook(), *CONTROLLER, *ENGINE, *also, *later],
+                [
+                    *module_command("ddip.cluster.processes.preload_server"),
+                    notebook_name(),
+                    *CONTROLLER,
+                    *ENGINE,
+                    *also,
+                    *later,
+                ],
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
@@ -188,12 +195,12 @@ class WarmProcess:
         self._reader.join()
 
 
-_current: WarmProcess | None = None
+_current: PreloadProcess | None = None
 """The preload process that the next start uses."""
 _current_lock = threading.Lock()
 
 
-def begin(also: Sequence[str] = ()) -> WarmProcess:
+def ensure_process(also: Sequence[str] = ()) -> PreloadProcess:
     """Return the preload process that fits the environment; start one if there is none.
 
     `also`: further modules that a new process imports.
@@ -203,14 +210,14 @@ def begin(also: Sequence[str] = ()) -> WarmProcess:
         if _current is None or not _current.fits():
             if _current is not None:
                 _current.retire()
-            _current = WarmProcess(also)
-            atexit.unregister(end)
-            atexit.register(end)
+            _current = PreloadProcess(also)
+            atexit.unregister(end_process)
+            atexit.register(end_process)
         return _current
 
 
 def give_up() -> None:
-    """Stop using the preload process, which does not answer; the next `begin` starts another."""
+    """Stop using the preload process, which does not answer; the next `ensure_process` starts another."""
     global _current
     with _current_lock:
         if _current is not None:
@@ -218,7 +225,7 @@ def give_up() -> None:
             _current = None
 
 
-def end() -> None:
+def end_process() -> None:
     """End the preload process and its children."""
     global _current
     with _current_lock:
@@ -227,22 +234,22 @@ def end() -> None:
             _current = None
 
 
-def possible() -> bool:
+def can_fork() -> bool:
     """Return True if ranks can be forked on this system."""
     return sys.platform == "linux"
 
 
-def notebook() -> str:
+def notebook_name() -> str:
     """Return the name of the notebook, or of this process, for the titles of ddip's processes."""
     session = os.environ.get("JPY_SESSION_NAME")  # Jupyter Server: path of the notebook
-    return readable(Path(session).name) if session else f"pid {os.getpid()}"
+    return escape_surrogates(Path(session).name) if session else f"pid {os.getpid()}"
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(READ_WHEN_USED)}
 
 
-def command(module: str) -> list[str]:
+def module_command(module: str) -> list[str]:
     """Return the command that runs ``main()`` of a ddip `module` in a new process; its arguments follow."""
     return [*START, module]
 

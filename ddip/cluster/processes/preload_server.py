@@ -40,11 +40,11 @@ Request = dict[str, Any]
 def main() -> None:
     """Serve the owner; in a child, run the requested module."""
     setproctitle.setproctitle(f"ddip preload process ({sys.argv[1]})")
-    request = Warm(int(os.environ["DDIP_OWNER"]), sys.argv[2:], json.loads(os.environ["DDIP_PATH"])).serve()
+    request = PreloadServer(int(os.environ["DDIP_OWNER"]), sys.argv[2:], json.loads(os.environ["DDIP_PATH"])).serve()
     importlib.import_module(request["module"]).main()
 
 
-class Warm:
+class PreloadServer:
     """The socket to the owner, the modules to import, the waiting requests, and the children.
 
     `path`: the notebook's ``sys.path``. It is appended only to import a module that is not found without it, such as an

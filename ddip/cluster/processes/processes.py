@@ -56,7 +56,7 @@ class Proc:
         return process if same else None
 
 
-def existing(pids: Iterable[int]) -> list[Proc]:
+def find_existing(pids: Iterable[int]) -> list[Proc]:
     """Return the processes among `pids` that exist."""
     found = []
     for pid in pids:
@@ -86,7 +86,7 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def kill(pid: int) -> None:
+def kill_and_wait(pid: int) -> None:
     """Kill a process that was just started, and wait until it has ended.
 
     It may be another process's child.
@@ -104,7 +104,7 @@ def _has_mark(process: psutil.Process, mark: str | None) -> bool:
     return False
 
 
-def living(processes: Iterable[Proc], mark: str | None) -> list[psutil.Process]:
+def find_live(processes: Iterable[Proc], mark: str | None) -> list[psutil.Process]:
     """Return the live processes among `processes` that carry `mark`, or all live ones for None."""
     return [live for live in (process.find() for process in processes) if live and _has_mark(live, mark)]
 
@@ -137,13 +137,13 @@ def end_processes(processes: Iterable[Proc], mark: str | None = None) -> None:
     """
     leaders = list(processes)
     followers = _started_by(leaders)
-    _terminate(living(leaders, mark))
+    _terminate_all(find_live(leaders, mark))
     # one of these is multiprocessing's resource tracker, which cleans up shared memory and exits after its leader
     followers |= _started_by(leaders)
-    _terminate([process for process in followers if _is_alive(process) and _has_mark(process, mark)])
+    _terminate_all([process for process in followers if _is_alive(process) and _has_mark(process, mark)])
 
 
-def _terminate(processes: list[psutil.Process]) -> None:
+def _terminate_all(processes: list[psutil.Process]) -> None:
     """Send SIGTERM, then SIGKILL to the processes that are still alive after TERM_SECONDS."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

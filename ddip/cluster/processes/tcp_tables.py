@@ -22,7 +22,7 @@ V4 = "::ffff:"
 """Prefix of an IPv4 address on an IPv6 socket."""
 
 
-def connections(pids: Sequence[int]) -> list[list[Ends]]:
+def list_connections(pids: Sequence[int]) -> list[list[Ends]]:
     """Return both ends of each TCP connection, per process; no connections if it has ended."""
     if sys.platform != "linux":
         return [_connections_by_psutil(pid) for pid in pids]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddip.errors import ranks_text
 from ddip.group.cells.cell import Cell
-from ddip.group.cells.cell_status import beside
+from ddip.group.cells.cell_status import cell_bundle
 from ddip.output.area import notify
 from ddip.output.cells.background_page import BackgroundOutput
 from ddip.output.cells.router import CellOutput
@@ -31,6 +31,6 @@ def show_again(cell: Cell, comms: Comms | None) -> None:
     else:
         for rank, message in cell.recording.messages():
             output_copy.receive(rank, message)
-        output_copy.finish(cell.errors, cell.summary, lambda: beside(cell, output_copy.rich))
+        output_copy.finish(cell.errors, cell.summary, lambda: cell_bundle(cell, output_copy.rich))
     if cell.error_text:
         output_copy.page.write("stderr", f"{cell.error_text}\n")

@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Replied:
+class RankReplied:
     """A rank has replied: the cell has ended there, or the rank's process has."""
 
     rank: int
@@ -93,33 +93,33 @@ class TimePassed:
 
 
 @dataclass(frozen=True)
-class Moving:
-    """The answer to `Ask.WHO_MOVES`."""
+class MovingRanks:
+    """The answer to `Question.WHO_MOVES`."""
 
     ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
-class StandStill:
-    """The answer to `Ask.STALL` or `Ask.STALL_AFTER_CAUGHT`; sent only if no rank makes progress."""
+class CellStalled:
+    """The answer to `Question.STALL` or `Question.STALL_AFTER_CAUGHT`; sent only if no rank makes progress."""
 
     after_caught: bool = False
 
 
 @dataclass(frozen=True)
 class CannotStop:
-    """The answer to `Ask.WHO_CANNOT_STOP`; sent only if there are such ranks."""
+    """The answer to `Question.WHO_CANNOT_STOP`; sent only if there are such ranks."""
 
     ranks: Sequence[int]
 
 
-Event: TypeAlias = CannotStop | Replied | OutputEnded | StopPressed | TimePassed | Moving | StandStill
+Event: TypeAlias = CannotStop | RankReplied | OutputEnded | StopPressed | TimePassed | MovingRanks | CellStalled
 
 
 # -- actions
 
 
-class Do(Enum):
+class RankAction(Enum):
     """Actions on the ranks that still run the cell."""
 
     INTERRUPT = auto()
@@ -135,7 +135,7 @@ class Do(Enum):
     """Tell the user where each rank waits, as no rank makes progress."""
 
 
-class Ask(Enum):
+class Question(Enum):
     """Questions of the state machine to the runner, which answers with an event."""
 
     WHO_MOVES = auto()
@@ -157,7 +157,7 @@ class ShowEnded:
     failed: bool
 
 
-Action: TypeAlias = Do | Ask | ShowEnded
+Action: TypeAlias = RankAction | Question | ShowEnded
 Ending: TypeAlias = Literal["good", "failed", "stopped", "timed out"]
 
 
@@ -245,7 +245,7 @@ class CellState:
     def step(self, event: Event, now: float) -> list[Action]:
         """Process `event` and return the actions to take, in order."""
         match event:
-            case Moving(ranks):
+            case MovingRanks(ranks):
                 self._moving = ranks
                 self._abandon_if_due(now)
                 return []
@@ -253,12 +253,12 @@ class CellState:
                 self._cannot_stop = ranks
                 self._abandon_if_due(now)
                 return []
-            case StandStill(after_caught=True):
+            case CellStalled(after_caught=True):
                 return self._abort_collectives(now) if self._aborted_at is None else []
-            case StandStill():
+            case CellStalled():
                 self._stall_reported = True
-                return [Do.REPORT_STALL]
-            case Replied(rank, error, caught):
+                return [RankAction.REPORT_STALL]
+            case RankReplied(rank, error, caught):
                 actions = self._note_reply(rank, error, caught, now)
             case OutputEnded(rank):
                 self._output_ended.add(rank)
@@ -291,12 +291,12 @@ class CellState:
         """Interrupt the ranks; on a second press, also abort their collectives."""
         if self.stopped_at is None:
             self.stopped_at = self._interrupted_at = now
-            return [Do.INTERRUPT, Ask.WHO_CANNOT_STOP]
-        return [Do.INTERRUPT, *(self._abort_collectives(now) if self.running else [])]
+            return [RankAction.INTERRUPT, Question.WHO_CANNOT_STOP]
+        return [RankAction.INTERRUPT, *(self._abort_collectives(now) if self.running else [])]
 
     def _abort_collectives(self, now: float) -> list[Action]:
         self._aborted_at = now
-        return [Do.ABORT]
+        return [RankAction.ABORT]
 
     # -- time limits
 
@@ -306,24 +306,24 @@ class CellState:
             self._next_look = now + LOOK_SECONDS
         if not self.running:  # only messages are outstanding; these come through the controller, which may have ended
             self.is_abandoned = self.is_abandoned or _has_passed(self.stopped_at, STOP_SECONDS, now)
-            return [Do.CHECK] if check_due else []
+            return [RankAction.CHECK] if check_due else []
         actions: list[Action] = []
         timeout = self.limits.timeout
         if timeout is not None and now >= self.began + timeout and self.stopped_at is None:
             self._timed_out = True
-            actions += [Do.RECORD_PLACES, *self._interrupt(now)]
+            actions += [RankAction.RECORD_PLACES, *self._interrupt(now)]
         if self._aborted_at is None:
             if _has_passed(self._failed_at, self.limits.failure_grace, now) or _has_passed(
                 self.stopped_at, STOP_GRACE_SECONDS, now
             ):
                 actions += self._abort_collectives(now)
             elif self._caught:
-                actions.append(Ask.STALL_AFTER_CAUGHT)
+                actions.append(Question.STALL_AFTER_CAUGHT)
         if self._must_interrupt(now):
             self._interrupted_at = now
-            actions.append(Do.INTERRUPT)
+            actions.append(RankAction.INTERRUPT)
         if check_due and _has_passed(self._interrupted_at, ASK_SECONDS, now):
-            actions.append(Ask.WHO_MOVES)  # the answer, `Moving`, decides whether they are abandoned
+            actions.append(Question.WHO_MOVES)  # the answer, `MovingRanks`, decides whether they are abandoned
         else:
             self._abandon_if_due(now)
         if check_due and not self.is_abandoned:
@@ -341,15 +341,15 @@ class CellState:
             self.is_abandoned = True
 
     def _check_ranks(self, now: float) -> list[Action]:
-        actions: list[Action] = [Do.CHECK]
+        actions: list[Action] = [RankAction.CHECK]
         if self.stopped_at is not None:
             return actions
         if self._failed_at is not None:
             if not self._running_reported and _has_passed(self._aborted_at, PATIENCE_SECONDS, now):
                 self._running_reported = True
-                actions.append(Do.REPORT_RUNNING)
+                actions.append(RankAction.REPORT_RUNNING)
         elif not self._stall_reported:
-            actions.append(Ask.STALL)
+            actions.append(Question.STALL)
         return actions
 
 

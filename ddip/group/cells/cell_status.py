@@ -7,10 +7,10 @@ from collections.abc import Collection
 
 from ddip.group.cells.cell import Cell
 from ddip.output.area import Bundle
-from ddip.output.cells.cell_data import Part, cell_data, state_of, texts
-from ddip.output.terminal_text import plain
+from ddip.output.cells.cell_data import Part, cell_data, rank_texts, state_of
+from ddip.output.terminal_text import strip_escapes
 from ddip.protocol.status_types import CELL_MIME, TEXT_CHARACTERS, CellData, CellOutcome, CellStatus
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 log = logging.getLogger("ddip")
 
@@ -29,7 +29,7 @@ def data_of(
     its last `most` characters.
     """
     outcome = outcome or cell.outcome
-    output_texts = texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
+    output_texts = rank_texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
     has_begun = cell.state != "queued" and outcome != "not_run"
     is_output_lost = cell.recording.left_out > 0
     parts = {}
@@ -41,7 +41,7 @@ def data_of(
     return cell_data(cell.number, outcome, cell.seconds, parts)
 
 
-def beside(cell: Cell, rich: bool, outcome: CellOutcome | None = None) -> Bundle:
+def cell_bundle(cell: Cell, rich: bool, outcome: CellOutcome | None = None) -> Bundle:
     """Return the MIME bundle with the data of `cell` to send beside the HTML of its output.
 
     It is empty if the user has turned it off or the page is not `rich`.
@@ -67,6 +67,6 @@ def status_of(cell: Cell) -> CellStatus:
         "submitted": cell.submitted,
         "began": cell.began,
         "ended": cell.ended,
-        "first_line": readable(cell.first_line),
-        "error": readable(plain(cell.message))[:ERROR_CHARACTERS] or None,
+        "first_line": escape_surrogates(cell.first_line),
+        "error": escape_surrogates(strip_escapes(cell.message))[:ERROR_CHARACTERS] or None,
     }

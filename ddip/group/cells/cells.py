@@ -22,7 +22,7 @@ from ddip.errors import GroupError, ranks_text
 from ddip.group import stopping
 from ddip.group.cells.cell import Cell
 from ddip.group.cells.cell_state import LOOK_SECONDS, Limits
-from ddip.group.cells.cell_status import beside
+from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.cells.differences import Differences
 from ddip.group.cells.history import History
 from ddip.group.cells.running import (
@@ -32,16 +32,16 @@ from ddip.group.cells.running import (
     tell_replaced,
     tell_settings,
     tell_unchecked,
-    unfinished,
+    unfinished_ranks,
 )
 from ddip.group.members.ranks import Ranks
-from ddip.group.members.watch import Ending
+from ddip.group.members.watch import StopProgress
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output import area
 from ddip.output.area import cell_number, notices_in, notify
 from ddip.output.cells.background_page import BackgroundOutput
 from ddip.output.tables.tables import places_text, still_text, way_out
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.reports import CellReport
 
 log = logging.getLogger("ddip")
@@ -87,7 +87,7 @@ class Cells:
     def stuck(self) -> list[int]:
         """The ranks that still run an abandoned cell or request."""
         ended = self._ranks.ended
-        cells = [rank for rank in unfinished(self._abandoned) if rank not in ended]
+        cells = [rank for rank in unfinished_ranks(self._abandoned) if rank not in ended]
         return sorted({*cells, *self._ranks.busy})
 
     def forget(self, ranks: Collection[int]) -> None:
@@ -131,12 +131,12 @@ class Cells:
     def settle(self) -> list[int]:
         """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck."""
         if self.stuck:
-            if unfinished(self._abandoned):
-                self._manager.release(unfinished(self._abandoned) if self._active else None)
+            if unfinished_ranks(self._abandoned):
+                self._manager.release(unfinished_ranks(self._abandoned) if self._active else None)
             under_way: dict[int, Any] = {rank: given.request for rank, given in self._ranks.abandoned.items()}
-            under_way |= {rank: self._abandoned[rank] for rank in unfinished(self._abandoned)}
+            under_way |= {rank: self._abandoned[rank] for rank in unfinished_ranks(self._abandoned)}
             self._ranks.interrupt({rank: under_way[rank].msg_id for rank in self.stuck})
-            ending = Ending(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
+            ending = StopProgress(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
             while True:
                 concurrent.futures.wait([under_way[rank] for rank in self.stuck], timeout=LOOK_SECONDS)
                 if not ending.find_moving(self.stuck):
@@ -164,12 +164,12 @@ class Cells:
         running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), cell, limits)
         cell.press_stop = running.press_stop
         cell.recording.most = self.history.keep_output_bytes
-        until_it_ends.enter_context(stopping.calling(running.press_stop))
+        until_it_ends.enter_context(stopping.call_on_press(running.press_stop))
         self._active[cell] = running
         self.history.add(cell)
         return running
 
-    def run(self, running: RunningCell, unmatched: bool, asked: Asked) -> None:
+    def run(self, running: RunningCell, unmatched: bool, asked: CellOptions) -> None:
         """Run an admitted cell to its end. `unmatched`: it may begin collectives on some ranks only.
 
         `asked` is passed on to the ranks. Raises CellError, CellTimeout or CellInterrupted, and GroupError if the
@@ -183,7 +183,9 @@ class Cells:
             if area.show_pages(reply.result().payload):
                 break  # only the first rank's pages are shown
 
-    def start(self, running: RunningCell, unmatched: bool, asked: Asked, ready: Callable[[], object] | None) -> None:
+    def start(
+        self, running: RunningCell, unmatched: bool, asked: CellOptions, ready: Callable[[], object] | None
+    ) -> None:
         """Run an admitted cell in the background, once the earlier cells that it waits for have succeeded.
 
         `ready` then prepares its free ranks, and raises GroupError if that fails; None: they are ready, send it now.
@@ -209,7 +211,7 @@ class Cells:
         self,
         running: RunningCell,
         unmatched: bool,
-        asked: Asked,
+        asked: CellOptions,
         ready: Callable[[], object] | None,
         before: list[Cell],
         sent: Future[None],
@@ -222,7 +224,7 @@ class Cells:
                 self._run_to_end(running, unmatched, None)
 
     def _wait_and_send(
-        self, running: RunningCell, ready: Callable[[], object], asked: Asked, before: list[Cell]
+        self, running: RunningCell, ready: Callable[[], object], asked: CellOptions, before: list[Cell]
     ) -> bool:
         """Wait for the cells `before` this one, then send it; return False if it ended without being sent."""
         try:
@@ -261,7 +263,7 @@ class Cells:
                 raise GroupError(f"{problem}; {cell.text} did not run")
             before = self._cells_before(cell)
 
-    def _run_to_end(self, running: RunningCell, unmatched: bool, asked: Asked | None) -> None:
+    def _run_to_end(self, running: RunningCell, unmatched: bool, asked: CellOptions | None) -> None:
         """Follow a cell to its end; never raises. `asked`: send the cell with these options first."""
         cell = running.cell
         raised: BaseException | None = None
@@ -297,7 +299,7 @@ class Cells:
         try:
             output = running.output
             if isinstance(output, BackgroundOutput):
-                output.end(running.end_text, cell.error_text, beside(cell, output.rich))
+                output.end(running.end_text, cell.error_text, cell_bundle(cell, output.rich))
             if self._ended:
                 return
             with self._turn:

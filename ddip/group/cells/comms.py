@@ -12,7 +12,7 @@ from IPython.core.getipython import get_ipython
 from ddip.cluster.cluster_api import Message
 from ddip.group.members.ranks import Ranks
 from ddip.output.area import CellOutputArea
-from ddip.output.widgets import WidgetBars, WidgetCell, merge, parts, state_in
+from ddip.output.widgets import WidgetBars, WidgetCell, merge_state, referenced_ids, state_in
 from ddip.protocol.old_versions import find_comms
 
 KEPT = 200
@@ -61,7 +61,7 @@ class Comms:
         state = state_in(message)
         if kind == "comm_open":
             self.bars.open(name, state)
-            self._widgets[name] = _Widget(rank, cell, parts(state), message)
+            self._widgets[name] = _Widget(rank, cell, referenced_ids(state), message)
             self._note_unannounced(name)
             if shown:
                 self.tell(name, cell.page)
@@ -74,10 +74,10 @@ class Comms:
             self._drop_widget(name)
         else:
             self.bars.change(name, state)
-            new = parts(state) - widget.parts
+            new = referenced_ids(state) - widget.parts
             widget.parts |= new
             if widget.opening is not None:
-                merge(widget.opening, message)
+                merge_state(widget.opening, message)
                 return
             for part in new:
                 self.show(part, widget.cell)
@@ -137,9 +137,9 @@ class Comms:
             if len(self._sent) > KEPT:
                 cluster.stop_listening(self._sent.popleft())
 
-        def close(message: Message | None = None) -> None:
+        def close_comm(message: Message | None = None) -> None:
             to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})
 
         proxy.on_msg(to_rank)
-        proxy.on_close(close)
+        proxy.on_close(close_comm)
         manager.register_comm(proxy)

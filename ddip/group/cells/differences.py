@@ -22,7 +22,7 @@ from ddip.output.area import notify
 from ddip.output.tables.check_table import CheckRow, CheckTable, on_ranks
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.reports import AtRest, Compared, Described
+from ddip.protocol.reports import ChangedConstant, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
 """Kind of a path that differs although no fault has broken it.
@@ -150,7 +150,7 @@ class Differences:
 
     def _snapshots(self, failed: Sequence[str]) -> list[str]:
         """Return the cells after which all but new ranks have recorded their state, the latest first."""
-        recorded = [self._ask_all(on_rank.snapshots(cell)) for cell in failed or [""]][-1]
+        recorded = [self._ask_all(on_rank.list_snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
         return [cell for cell in first if all(cell in cells for cells in others)]
 
@@ -158,13 +158,13 @@ class Differences:
         """Compare the ranks: after the cells named in `failed`, or as they are now if it is empty."""
         after_fault = bool(failed)
         cells = self._snapshots(failed)
-        reports = self._ask_all(on_rank.compare(cells, after_fault))
+        reports = self._ask_all(on_rank.hash_variables(cells, after_fault))
         broken, others, first = broken_paths(reports)
         self._reported.intersection_update([*broken, *others])
         broken += [path for path in self._reported if others.pop(path, None) is not None]
         found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
         if broken or others:
-            described = self._ask_all(on_rank.describe([*broken, *others][:MOST_PATHS]))
+            described = self._ask_all(on_rank.describe_paths([*broken, *others][:MOST_PATHS]))
             found.differences, found.hashes = _describe_differences(described, broken, others, after_fault)
             found.hashes += broken[MOST_PATHS:]
             found.more = max(0, len(broken) - MOST_PATHS)
@@ -198,7 +198,7 @@ class Differences:
             if not names or name in names:
                 todo = TODO.get(group[0].role, SYNC).format(name=name)
                 rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _object_line(group, size), todo))
-        answers = self._ask_all(on_rank.advise(list(names), size))
+        answers = self._ask_all(on_rank.find_advice(list(names), size))
         by_advice: dict[tuple[str, str, str], list[int]] = {}
         for rank, answer in enumerate(answers):
             for one in answer["advice"]:
@@ -238,7 +238,7 @@ class Differences:
 
 
 def rows_of(packed: bytes) -> Rows:
-    """Unpack the rows of ``inspection.compare``: three 64-bit numbers each, for path, value and version."""
+    """Unpack the rows of ``inspection.hash_variables``: three 64-bit numbers each, for path, value and version."""
     numbers = array("Q", packed)
     return {numbers[n]: (numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3)}
 
@@ -328,7 +328,7 @@ def _describe_differences(
 
 def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
     """Return the paths that some ranks left in mid-operation, one difference per path."""
-    by_path: dict[str, dict[int, AtRest]] = {}
+    by_path: dict[str, dict[int, ChangedConstant]] = {}
     for rank, report in enumerate(reports):
         for item in report["at_rest"]:
             by_path.setdefault(item["path"], {})[rank] = item

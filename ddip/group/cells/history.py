@@ -59,4 +59,4 @@ class History:
     def trim(self) -> None:
         """Drop the oldest output beyond the limit."""
         with lock:  # recordings of running cells still grow
-            recording.trim([cell.recording for cell in self], self.keep_output_bytes)
+            recording.trim_recordings([cell.recording for cell in self], self.keep_output_bytes)

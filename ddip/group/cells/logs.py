@@ -8,7 +8,7 @@ from pathlib import Path
 from ddip.errors import BadInput
 
 
-def checked(typed: str) -> Path:
+def resolve_prefix(typed: str) -> Path:
     """Return the absolute path prefix of the ranks' log files, or raise BadInput if it cannot be used.
 
     Only this host's folder is checked. On other hosts, ranks create the folder if it is missing.

@@ -25,27 +25,27 @@ from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, Ran
 from ddip.group.cells.cell import Cell, Outcome, outcome_of
 from ddip.group.cells.cell_state import (
     Action,
-    Ask,
     CannotStop,
+    CellStalled,
     CellState,
-    Do,
     Event,
     Limits,
-    Moving,
+    MovingRanks,
     OutputEnded,
-    Replied,
+    Question,
+    RankAction,
+    RankReplied,
     ShowEnded,
-    StandStill,
     StopPressed,
     TimePassed,
     caught_in,
 )
-from ddip.group.cells.cell_status import beside
+from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.members.ranks import Ranks
-from ddip.group.members.watch import Ending, Watch
+from ddip.group.members.watch import StopProgress, Watch
 from ddip.output.area import Notice, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
-from ddip.protocol.cell_messages import Asked
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
 
@@ -176,7 +176,7 @@ Requests: TypeAlias = Mapping[int, Request]
 
 @dataclass(frozen=True)
 class ReplyArrived:
-    """The reply of `rank` has arrived; the `CellState` gets it as `Replied`."""
+    """The reply of `rank` has arrived; the `CellState` gets it as `RankReplied`."""
 
     rank: int
 
@@ -220,7 +220,7 @@ class RunningCell:
         self.output = self._show = cell.output
         self._watch = Watch(ranks, limits.stall_timeout)
         self._after_caught = Watch(ranks, max(limits.failure_grace, STILL_SECONDS))
-        self._ending: Ending | None = None
+        self._ending: StopProgress | None = None
         """Progress of the ranks after an interrupt; None before it."""
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
         """Called when the cell has ended and before its ranks are free, with the ranks that are stuck in it."""
@@ -241,7 +241,7 @@ class RunningCell:
 
     # -- beginning and end
 
-    def send(self, asked: Asked) -> None:
+    def send(self, asked: CellOptions) -> None:
         """Send the cell to its ranks, with the options `asked`.
 
         Messages, replies and ends of output then arrive in `events`.
@@ -250,7 +250,7 @@ class RunningCell:
         self._state.ranks = ranks
         for rank in self._show.show_ranks.difference(ranks):
             self._perform(ShowEnded(rank, False))
-        common: Asked = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
+        common: CellOptions = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
         recipients = [self._make_recipient(rank) for rank in ranks]
         requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **asked})
         self.replies = dict(zip(ranks, requests, strict=True))
@@ -272,7 +272,7 @@ class RunningCell:
     @property
     def unfinished(self) -> list[int]:
         """The ranks that have not replied."""
-        return unfinished(self.replies)
+        return unfinished_ranks(self.replies)
 
     @property
     def ending(self) -> str:
@@ -317,7 +317,7 @@ class RunningCell:
         self.cell.summary = where_text(seconds)
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
         note = self.cell.summary if show_seconds else ""
-        self._in_tabs = self._show.finish(self.errors, note, lambda: beside(self.cell, self._show.rich, outcome))
+        self._in_tabs = self._show.finish(self.errors, note, lambda: cell_bundle(self.cell, self._show.rich, outcome))
 
     def _find_outcome(self) -> Outcome:
         """Return how the cell has ended, as far as that is known before its end is shown."""
@@ -435,13 +435,13 @@ class RunningCell:
                 raise GroupError(why)
         return TimePassed()
 
-    def _take_reply(self, rank: int) -> Replied:
+    def _take_reply(self, rank: int) -> RankReplied:
         reply = self.replies[rank].result()
         report = self.reports[rank] = reply.report
         caught = caught_in(report)
         if caught is not None:
             self._after_caught.note_progress()
-        return Replied(rank, self._ranks.error_of(rank, reply), caught)
+        return RankReplied(rank, self._ranks.error_of(rank, reply), caught)
 
     def _process(self, event: Event) -> None:
         """Process `event`: carry out the actions that follow, and process the events that these produce."""
@@ -460,35 +460,35 @@ class RunningCell:
                 self.cell.replied[rank] = failed
                 self.cell.errors = self.errors
                 self._show.ended(rank, failed)
-            case Do.INTERRUPT:
+            case RankAction.INTERRUPT:
                 self._ranks.interrupt({rank: self.replies[rank].msg_id for rank in running})
-                self._ending = self._ending or Ending(self._ranks, running)
-            case Do.ABORT:
+                self._ending = self._ending or StopProgress(self._ranks, running)
+            case RankAction.ABORT:
                 self._release()
-            case Do.RECORD_PLACES:
+            case RankAction.RECORD_PLACES:
                 self._places = self._ranks.places(running)
-            case Do.CHECK:
+            case RankAction.CHECK:
                 self._ranks.cluster.ensure_controller()
                 self._ranks.watch_memory(running)
-            case Do.REPORT_RUNNING:
+            case RankAction.REPORT_RUNNING:
                 self._notices.report_running(running, CellError(self.errors), self._ranks.places(running))
-            case Do.REPORT_STALL:
+            case RankAction.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
                 where = {**finished, **self._ranks.places(running)}
                 self._notices.report_stall(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
-            case Ask.WHO_MOVES:
+            case Question.WHO_MOVES:
                 assert self._ending is not None
-                return Moving(self._ending.find_moving(running))
-            case Ask.WHO_CANNOT_STOP:
+                return MovingRanks(self._ending.find_moving(running))
+            case Question.WHO_CANNOT_STOP:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Ask.STALL if self._watch.has_stalled(running, time.monotonic()):
-                return StandStill()
-            case Ask.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
-                return StandStill(after_caught=True)
+            case Question.STALL if self._watch.has_stalled(running, time.monotonic()):
+                return CellStalled()
+            case Question.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
+                return CellStalled(after_caught=True)
         return None
 
 
-def unfinished(replies: Requests) -> list[int]:
+def unfinished_ranks(replies: Requests) -> list[int]:
     """Return the ranks that have not replied."""
     return [rank for rank, future in replies.items() if not future.done()]

@@ -48,16 +48,16 @@ class Engines:
         `deadline` is on ``time.monotonic``. Raises GroupError; the caller must then end engines that it has started.
         """
         members = self._ranks.members
-        kept = placement.keep([member.binding for member in members], spec)
+        kept = placement.match_engines([member.binding for member in members], spec)
         new = [rank for rank, index in enumerate(kept) if index is None]
-        with limits.named():
+        with limits.explain_errors():
             started = dict(zip(new, self._start_engines(new, spec, app, deadline), strict=True))
         return [members[index] if index is not None else started[rank] for rank, index in enumerate(kept)]
 
     def replace(self, replaced: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
         """Return the members, with new engines for the ranks `replaced`; raises as `complete` does."""
         members = list(self._ranks.members)
-        with limits.named():
+        with limits.explain_errors():
             started = self._start_engines(replaced, spec, app, deadline)
         for rank, member in zip(replaced, started, strict=True):
             members[rank] = member
@@ -65,7 +65,7 @@ class Engines:
 
     def check_torch(self, spec: GroupSpec) -> None:
         """Raise BadInput if the ranks' torch cannot do what `spec` needs."""
-        answers = self._ranks.call_on_control_channel(self._ranks.live, on_rank.hello(), seconds=HELLO_SECONDS)
+        answers = self._ranks.call_on_control_channel(self._ranks.live, on_rank.make_hello(), seconds=HELLO_SECONDS)
         hello = next((answer for answer in answers.values() if answer is not None), None)
         if hello is not None:
             _check_torch(spec, hello)
@@ -83,7 +83,7 @@ class Engines:
         def report_started(up: int) -> None:
             self._progress(f"ddip: {kept + up} of {spec.size} engines are up", 0.1 + 0.8 * up / len(ranks))
 
-        preloaded = [apps.find(app)] if app else []
+        preloaded = [apps.find_module(app)] if app else []
         environments = {number: _rank_environment(spec, number, cluster.hosts[number].facts) for number in spec.hosts}
         wanted = [EngineSpec(spec.host(rank), environments[spec.host(rank)]) for rank in ranks]
         hellos = cluster.start(wanted, preloaded, deadline, report_started)
@@ -130,7 +130,7 @@ def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, s
     """
     environment, ranks = switches.find_variables(), spec.ranks_on(number)
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = str(host.threads(facts["cores"], len(ranks)))
+        threads = str(host.threads_per_rank(facts["cores"], len(ranks)))
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
     visible = spec.visible(number)
     if has_nccl(spec.backend):

@@ -9,19 +9,19 @@ from ddip.output.area import notify
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
 
-def threads(cores: int, ranks: int) -> int:
+def threads_per_rank(cores: int, ranks: int) -> int:
     """Return the number of CPU threads for each of `ranks` on a host with `cores` cores."""
     return max(1, cores // ranks)
 
 
-def loopback() -> str:
+def loopback_name() -> str:
     """Return the name of the loopback interface."""
     return "lo" if sys.platform == "linux" else "lo0"
 
 
 def tell_interfaces() -> None:
     """Tell the user which interface variables of the environment are ignored on a single host."""
-    ours = loopback()
+    ours = loopback_name()
     for name in INTERFACE_VARIABLES:
         theirs = os.environ.get(name) or ours
         if theirs != ours:

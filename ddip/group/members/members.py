@@ -15,7 +15,7 @@ from ddip.cluster.cluster_api import Cluster, Reply
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.exit_diagnosis import HostMemory, cause_text, exit_text
 from ddip.cluster.processes.host import ASK_SECONDS, Host, HostLost
-from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, clauses
+from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, error_clauses
 from ddip.group import stopping
 from ddip.group.members.placement import DeviceBinding
 from ddip.output.area import notify
@@ -92,7 +92,9 @@ class Members:
         for host, on_this_host in self._by_host(ranks).items():
             if host not in self._asked or self._asked[host].done():
                 members = [self.members[rank] for rank in on_this_host]
-                self._asked[host] = self.cluster.hosts[host].begin(on_host.memory, [member.pid for member in members])
+                self._asked[host] = self.cluster.hosts[host].begin(
+                    on_host.resident_memory, [member.pid for member in members]
+                )
                 self._asked[host].add_done_callback(functools.partial(self._record_memory, members))
 
     def _record_memory(self, members: Sequence[Member], answer: Future[Sequence[int | None]]) -> None:
@@ -105,7 +107,7 @@ class Members:
 
         Ranks that have ended are left out.
         """
-        return {rank: use for rank, use in self._ask_hosts(on_host.uses, ranks).items() if use is not None}
+        return {rank: use for rank, use in self._ask_hosts(on_host.cpu_usage, ranks).items() if use is not None}
 
     def _ask_hosts(
         self, function: Callable[[Sequence[int]], Sequence[V]], ranks: Sequence[int], seconds: float = ANSWER_SECONDS
@@ -157,7 +159,7 @@ class Members:
         """Raise GroupError unless the process of every rank is running."""
         ended = self.ended
         if ended:
-            texts = clauses({rank: self.end_of(rank) for rank in ended}, named=False)
+            texts = error_clauses({rank: self.end_of(rank) for rank in ended}, named=False)
             raise GroupError(f"{'; '.join(texts)}; {self.repair_text}")
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
@@ -214,15 +216,15 @@ class Members:
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Return both ends of each TCP connection of `ranks`; for silent ranks, their hosts look them up."""
-        answers = self.call_on_control_channel(ranks, on_rank.connections())
+        answers = self.call_on_control_channel(ranks, on_rank.tcp_connections())
         missing = [rank for rank, answer in answers.items() if answer is None]
-        outside = self._ask_hosts(on_host.connections, missing, ASK_SECONDS) if missing else {}
+        outside = self._ask_hosts(on_host.list_connections, missing, ASK_SECONDS) if missing else {}
         tables = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
         return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
         """Return the stack location of the main thread of each of `ranks`."""
-        answers = self.call_on_control_channel(ranks, on_rank.here(), seconds=seconds)
+        answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
         return {
             rank: self.place_from_outside(rank) if answer is None else StackLocation(**answer)
             for rank, answer in answers.items()
@@ -233,7 +235,7 @@ class Members:
 
         A few of the ranks that do not answer at once are briefly inspected from outside; these are sufficient.
         """
-        answers = self.call_on_control_channel(ranks, on_rank.here(), seconds=AT_ONCE_SECONDS)
+        answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=AT_ONCE_SECONDS)
         silent = [rank for rank, answer in answers.items() if answer is None][:MOST_INSPECTED]
         places = {rank: self.place_from_outside(rank) for rank in silent}
         return [rank for rank, place in places.items() if place is not None and place.function in NOT_STOPPABLE]
@@ -244,7 +246,7 @@ class Members:
             return None
         host = self.host(rank)
         with contextlib.suppress(HostLost):
-            place = host.ask(on_host.place, self.members[rank].pid, str(host.run_folder))
+            place = host.ask(on_host.stack_location, self.members[rank].pid, str(host.run_folder))
             return None if place is None else StackLocation(**place)
         return None
 

@@ -87,7 +87,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class HostHas:
+class HostDevices:
     """The devices that a host offers to ranks."""
 
     name: str
@@ -222,7 +222,7 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     return tuple(hosts)
 
 
-def resolve(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = False) -> GroupSpec:
+def place_group(request: Request, hosts: Sequence[HostDevices], nccl_shares: bool = False) -> GroupSpec:
     """Place the requested group on `hosts`, in this order. Raises BadInput.
 
     `nccl_shares`: nccl may share a GPU between ranks.
@@ -253,7 +253,7 @@ def resolve(request: Request, hosts: Sequence[HostHas], nccl_shares: bool = Fals
     return GroupSpec(gpus, backend or "cpu:gloo,cuda:nccl", on=on)
 
 
-def _place_on_host(request: Request, count: int | None, host: HostHas) -> tuple[int | None, ...]:
+def _place_on_host(request: Request, count: int | None, host: HostDevices) -> tuple[int | None, ...]:
     """Return the GPU of each rank on `host`, or None for the CPU; `count`: ranks requested for this host."""
     n, gpus, available = request.n, request.gpus, host.gpus
     if gpus is not None:
@@ -290,7 +290,7 @@ class DeviceBinding:
     """Number of its host."""
 
 
-def keep(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
+def match_engines(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
     """Return the index of a fitting engine for each rank of the `new` group; None: a new one is needed.
 
     An engine fits if its device stays the same: its tensors are there, and a process cannot change its visible GPUs.

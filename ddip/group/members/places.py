@@ -23,7 +23,7 @@ HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Environment variables of PBS, LSF and Grid Engine: each is the path of a file with one host per line."""
 
 
-class Place:
+class Allocation:
     """The hosts and jobs of a group; call `give_back` when the group has ended."""
 
     def __init__(self, request: Request) -> None:
@@ -48,7 +48,7 @@ class Place:
         jobs, count = self.request.reach.jobs, 0
         if jobs and self.request.n is None and not spec.on_gpus:
             with contextlib.suppress(GroupError):
-                count = slurm.gpus(jobs[0], self.request.hosts[0].name)
+                count = slurm.count_gpus(jobs[0], self.request.hosts[0].name)
         if not count:
             return ""
         notice = (
@@ -58,7 +58,7 @@ class Place:
 
     def has(self, number: int) -> bool:
         """Return whether host `number` is still a node of its job; raise GroupError if Slurm does not answer."""
-        return self.request.hosts[number].name in slurm.nodes(self.request.reach.jobs[number])
+        return self.request.hosts[number].name in slurm.node_names(self.request.reach.jobs[number])
 
     def others(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
         """Submit a job for one new node per host in `lost_hosts`; return the job and its nodes.
@@ -72,10 +72,10 @@ class Place:
                 f"{lost} cannot be replaced: ddip did not submit job {reach.jobs[0]}, so the job gets no other "
                 "nodes; %makedip -r restarts the group on the nodes that the job still has"
             )
-        nodes_of_job = {job: slurm.nodes(job) for job in self._jobs}
+        nodes_of_job = {job: slurm.node_names(job) for job in self._jobs}
         # Slurm may take minutes to notice a loss, and could otherwise place the new job on nodes that the group uses.
         excluded = [name for name, job in zip(names, reach.jobs, strict=True) if name in nodes_of_job[job]]
-        job = slurm.submit(slurm.like(reach.slurm, len(lost_hosts), excluded), progress, STOPPED)
+        job = slurm.submit_job(slurm.further_node_options(reach.slurm, len(lost_hosts), excluded), progress, STOPPED)
         self._jobs.add(job)
         return job, _node_names(job)
 
@@ -97,22 +97,22 @@ class Place:
         launcher_engines.give_back(file)
 
 
-def found(request: Request, progress: Report) -> Place:
+def allocate_hosts(request: Request, progress: Report) -> Allocation:
     """Return the place of a group for `request`, after finding its hosts if `request` does not name them.
 
     Raises BadInput, GroupError or RequestInterrupted; jobs and clusters that it had begun to use are given back then.
     """
     reach = request.reach
     if reach.cluster or reach.engines:
-        return Place(_with_cluster_hosts(request, progress))
+        return Allocation(_with_cluster_hosts(request, progress))
     if not reach.finds:
-        return Place(request)
+        return Allocation(request)
     if reach.slurm:
-        is_held = bool(reach.jobs) and slurm.hold(reach.jobs[0])
-        return _on_nodes(request, reach.jobs[0] if is_held else slurm.submit(reach.slurm, progress))
+        is_held = bool(reach.jobs) and slurm.hold_job(reach.jobs[0])
+        return _on_nodes(request, reach.jobs[0] if is_held else slurm.submit_job(reach.slurm, progress))
     if slurm.own_job():
         return _on_nodes(request, slurm.own_job())
-    return Place(replace(request, hosts=tuple(map(HostRequest, _hosts_in_file()))))
+    return Allocation(replace(request, hosts=tuple(map(HostRequest, _hosts_in_file()))))
 
 
 def _with_cluster_hosts(request: Request, progress: Report) -> Request:
@@ -120,14 +120,14 @@ def _with_cluster_hosts(request: Request, progress: Report) -> Request:
     reach, former = request.reach, request.reach.attached
     n = request.n if former is None else former.n
     if reach.cluster:
-        file = clusters.find(reach.cluster)
-    elif former is not None and launcher_engines.hold(former.file):
+        file = clusters.find_connection_file(reach.cluster)
+    elif former is not None and launcher_engines.hold_cluster(former.file):
         file = former.file
     else:
-        file = launcher_engines.start(reach.engines, reach.profile or "default", n, progress)
+        file = launcher_engines.start_cluster(reach.engines, reach.profile or "default", n, progress)
     try:
         progress("ddip: asking where the engines are", 0.0)
-        attachment = attached.look(file, reach.cluster or reach.engines, n)
+        attachment = attached.find_hosts(file, reach.cluster or reach.engines, n)
         attachment.ensure_enough()
     except BaseException:
         launcher_engines.give_back(file)
@@ -137,19 +137,19 @@ def _with_cluster_hosts(request: Request, progress: Report) -> Request:
     return replace(request, n=None, hosts=hosts, reach=replace(reach, attached=attachment))
 
 
-def _on_nodes(request: Request, job: int) -> Place:
+def _on_nodes(request: Request, job: int) -> Allocation:
     try:
         names = _node_names(job)
     except BaseException:
         slurm.give_back(job)
         raise
     reach = replace(request.reach, jobs=(job,) * len(names))
-    return Place(replace(request, hosts=tuple(map(HostRequest, names)), reach=reach))
+    return Allocation(replace(request, hosts=tuple(map(HostRequest, names)), reach=reach))
 
 
 def _node_names(job: int) -> list[str]:
     """Return the names of the job's nodes; raise GroupError if there are none."""
-    names = slurm.nodes(job)
+    names = slurm.node_names(job)
     if not names:
         raise GroupError(f"Slurm job {job} is not running, so it has no nodes")
     return names
@@ -171,7 +171,7 @@ def _hosts_in_file() -> list[str]:
     )
 
 
-def again(request: Request, hosts: Sequence[Host]) -> Request:
+def restart_request(request: Request, hosts: Sequence[Host]) -> Request:
     """Return `request` for a restart of a group that was on `hosts`.
 
     It keeps the Slurm job that ddip submitted, unless a host is lost or there are several jobs.
@@ -183,7 +183,7 @@ def again(request: Request, hosts: Sequence[Host]) -> Request:
 
 
 @contextlib.contextmanager
-def kept(request: Request) -> Iterator[None]:
+def hold_resources(request: Request) -> Iterator[None]:
     """Hold the jobs and cluster of `request` while one group ends and the next one starts.
 
     Raises GroupError if the cluster is not available.
@@ -191,8 +191,8 @@ def kept(request: Request) -> Iterator[None]:
     if request.reach.cluster:
         _with_cluster_hosts(request, lambda text, share=None: None)
     attachment = request.reach.attached
-    held_jobs = [job for job in set(request.reach.jobs) if slurm.hold(job)]
-    file = attachment.file if attachment is not None and launcher_engines.hold(attachment.file) else ""
+    held_jobs = [job for job in set(request.reach.jobs) if slurm.hold_job(job)]
+    file = attachment.file if attachment is not None and launcher_engines.hold_cluster(attachment.file) else ""
     try:
         yield
     finally:

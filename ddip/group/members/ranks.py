@@ -13,7 +13,7 @@ from ddip.cluster.cluster_api import Cluster, Reply, Request
 from ddip.errors import CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
 from ddip.group import stopping
 from ddip.group.members.members import Members
-from ddip.group.members.watch import Ending
+from ddip.group.members.watch import StopProgress
 from ddip.output.tables.tables import places_text, way_out
 from ddip.protocol.on_rank import R, RemoteCall
 
@@ -31,7 +31,7 @@ Requests: TypeAlias = Mapping[int, Request]
 
 
 @dataclass(frozen=True)
-class Abandoned:
+class AbandonedRequest:
     """A request that a rank did not end when it was interrupted."""
 
     request: Request
@@ -44,7 +44,7 @@ class Ranks(Members):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self.abandoned: dict[int, Abandoned] = {}
+        self.abandoned: dict[int, AbandonedRequest] = {}
         """The abandoned requests by rank, some of which may still be running."""
         self._late: dict[int, Request] = {}
         """Requests of `try_call` that timed out, by rank."""
@@ -90,7 +90,7 @@ class Ranks(Members):
         Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         doing = next((call.label for call in calls.values()), "")
-        with stopping.button() as button:
+        with stopping.count_presses() as button:
             if button.pressed and stoppable:  # pressed earlier, and not handled yet
                 button.take()
                 raise RequestInterrupted(f"{doing} was interrupted before it began")
@@ -98,7 +98,7 @@ class Ranks(Members):
             requests = {rank: self._send(rank, call) for rank, call in calls.items()}
             button.watch(requests.values())
             self._wait_for_all(requests, deadline, button, GRACE_SECONDS if together else None)
-            unfinished = _unfinished(requests)  # read before the problems, as a rank may answer in between
+            unfinished = _unfinished_ranks(requests)  # read before the problems, as a rank may answer in between
             problems = self._errors_of(requests)
             if unfinished and stoppable:
                 self._stop_requests(requests, unfinished, doing, button, release)
@@ -142,7 +142,7 @@ class Ranks(Members):
     ) -> None:
         """Wait until all `requests` are done, but only `grace` seconds more once a rank has failed."""
         failed_at: float | None = None
-        while _unfinished(requests) and not button.pressed:
+        while _unfinished_ranks(requests) and not button.pressed:
             now = time.monotonic()
             if failed_at is None and self._errors_of(requests):
                 failed_at = now
@@ -168,7 +168,7 @@ class Ranks(Members):
         pressed = button.pressed
         self._interrupt_again(requests, button)
         self._wait_after_stop(requests, button, STOP_GRACE_SECONDS)
-        if release is not None and _unfinished(requests):
+        if release is not None and _unfinished_ranks(requests):
             release()
         self._wait_after_stop(requests, button, STOP_SECONDS)
         if not pressed:  # no user is waiting for a stop, so a loaded machine gets the time that it needs
@@ -194,29 +194,29 @@ class Ranks(Members):
 
     def _abandon_requests(self, requests: Requests, doing: str) -> list[int]:
         """Abandon the `requests` that are not done; return their ranks."""
-        stuck = _unfinished(requests)
-        self.abandoned.update({rank: Abandoned(requests[rank], doing) for rank in stuck})
+        stuck = _unfinished_ranks(requests)
+        self.abandoned.update({rank: AbandonedRequest(requests[rank], doing) for rank in stuck})
         return stuck
 
     def _wait_after_stop(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
         """Wait until all `requests` are done, at most `seconds`; a press of the stop button interrupts again."""
         end = time.monotonic() + seconds
-        while _unfinished(requests) and time.monotonic() < end:
+        while _unfinished_ranks(requests) and time.monotonic() < end:
             concurrent.futures.wait([r for r in requests.values() if not r.done()], timeout=0.05)
             if button is not None and button.pressed:
                 self._interrupt_again(requests, button)
 
     def _wait_while_moving(self, requests: Requests, button: stopping.Button) -> None:
         """Wait as long as ranks make progress towards the end of their `requests`."""
-        if unfinished := _unfinished(requests):
-            ending = Ending(self, unfinished)
+        if unfinished := _unfinished_ranks(requests):
+            ending = StopProgress(self, unfinished)
             while ending.find_moving(unfinished):
                 self._wait_after_stop(requests, button, stopping.LOOK_SECONDS)
-                unfinished = _unfinished(requests)
+                unfinished = _unfinished_ranks(requests)
 
     def _interrupt_again(self, requests: Requests, button: stopping.Button) -> None:
         button.take()
-        self.interrupt({rank: requests[rank].msg_id for rank in _unfinished(requests)})
+        self.interrupt({rank: requests[rank].msg_id for rank in _unfinished_ranks(requests)})
 
     def _interrupted_text(self, doing: str, ranks: Sequence[int], stuck: Sequence[int]) -> str:
         lines = [f"{doing} was interrupted on {ranks_text(ranks)}"]
@@ -249,7 +249,7 @@ class Ranks(Members):
     def end_late(self) -> None:
         """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now."""
         if self._late:
-            self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished(self._late)})
+            self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished_ranks(self._late)})
             self._late.clear()
 
     @property
@@ -262,6 +262,6 @@ class Ranks(Members):
         return {rank: entry.doing for rank, entry in sorted(self.abandoned.items())}
 
 
-def _unfinished(requests: Requests) -> list[int]:
+def _unfinished_ranks(requests: Requests) -> list[int]:
     """Return the ranks that have not answered."""
     return [rank for rank, request in requests.items() if not request.done()]

@@ -10,20 +10,20 @@ from ddip.cluster import devices, folder, limits
 from ddip.cluster.processes.host import Host
 from ddip.errors import BadInput
 from ddip.group.members import placement
-from ddip.group.members.placement import GroupSpec, HostHas, HostRequest, Request
+from ddip.group.members.placement import GroupSpec, HostDevices, HostRequest, Request
 
 
-def resolve(request: Request, hosts: Sequence[Host], running: int) -> GroupSpec:
+def resolve_spec(request: Request, hosts: Sequence[Host], running: int) -> GroupSpec:
     """Place the requested group on `hosts`, or on this machine if empty.
 
     `running`: number of ranks that run already. Raises BadInput or GroupError.
     """
     folder.ensure_ready()
-    apps.find(request.app)
+    apps.find_module(request.app)
     gpus = [host.facts["gpus"] for host in hosts] or [devices.gpu_names()]
     names = [host.name for host in hosts] or [""]
-    offers = [HostHas(name, len(on_host)) for name, on_host in zip(names, gpus, strict=True)]
-    spec = placement.resolve(request, offers, os.environ.get(placement.SHARES) == "1")
+    offers = [HostDevices(name, len(on_host)) for name, on_host in zip(names, gpus, strict=True)]
+    spec = placement.place_group(request, offers, os.environ.get(placement.SHARES) == "1")
     for number, on_host in enumerate(gpus):
         devices.ensure_one_slice([on_host[gpu] for gpu in spec.visible(number)])
     limits.ensure_room(spec.size, running)

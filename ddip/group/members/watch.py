@@ -38,7 +38,7 @@ class Watch:
         if now < self._since + interval or now < self._asked + interval:
             return False
         passed, self._asked = now - self._asked, now
-        answers = self._ranks.call_on_control_channel(running, on_rank.pulse())
+        answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
         if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
             self.note_progress()
@@ -60,7 +60,7 @@ class _Use:
     """True if one of these processes is runnable."""
 
 
-class Ending:
+class StopProgress:
     """Progress of interrupted ranks towards their end.
 
     A rank with a twentieth of a core needs twenty times as long, so CPU time counts rather than elapsed time. After the
@@ -85,7 +85,7 @@ class Ending:
         if now > self._until:
             return []
         passed, self._looked = now - self._looked, now
-        answers = self._ranks.call_on_control_channel(running, on_rank.phase())
+        answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_phase())
         self._phase.update({rank: answer for rank, answer in answers.items() if answer is not None})
         uses = self._cpu_use(running)
         moved = {rank for rank, use in uses.items() if self._makes_progress(rank, use, passed)}

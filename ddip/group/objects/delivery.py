@@ -27,7 +27,7 @@ from ddip.protocol.objects import shared
 from ddip.protocol.objects.pickling import Pickled
 from ddip.protocol.objects.shared import SharedBytes
 from ddip.protocol.on_rank import RemoteCall
-from ddip.protocol.reports import Paths, Place, Put
+from ddip.protocol.reports import Paths, Place, PushResult
 
 PART = 1 << 24
 """Most bytes of an object to send in one message."""
@@ -44,24 +44,24 @@ _numbers = itertools.count(1)
 """Numbers of pushes."""
 
 
-def deliver(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
+def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
     """Put pickled objects into the namespaces of the ranks `to`, either all of them or none.
 
     The names `along` do not replace existing variables.
     """
     number = next(_numbers)
-    with stopping.button() as button:
+    with stopping.count_presses() as button:
         try:
             with contextlib.ExitStack() as held:
                 delivery = _Delivery(ranks, packed, along, to, progress, button, held)
                 put = delivery.put(number)
             ensure_put(put)
         except BaseException as error:
-            ranks.tell(to, on_rank.drop(number))
+            ranks.tell(to, on_rank.drop_transfers(number))
             if isinstance(error, RequestInterrupted):
                 raise RequestInterrupted(f"nothing was pushed: {error}") from None
             raise
-        ranks.tell([rank for rank, result in put.items() if result["replaces"]], on_rank.settle())
+        ranks.tell([rank for rank, result in put.items() if result["replaces"]], on_rank.settle_push())
 
 
 def _split_loads(packed: Load) -> list[Load]:
@@ -114,12 +114,12 @@ class _Delivery:
             return self._total_bytes > LARGE_BESIDE
         return self._total_bytes > (LARGE_ELSEWHERE if any(len(on_host) > 1 for on_host in self._elsewhere) else LARGE)
 
-    def put(self, push: int) -> dict[int, Put]:
+    def put(self, push: int) -> dict[int, PushResult]:
         """Ask the ranks to put the objects into their namespaces; return the result of each rank."""
         if not self._is_large:
             small = bytearray().join(pickled.joined() for pickled in self._packed.values())
             return self._ask_ranks(
-                self._to, on_rank.put(push, _place_objects([self._packed], self._packed), self._along, small)
+                self._to, on_rank.apply_push(push, _place_objects([self._packed], self._packed), self._along, small)
             )
         loads = _split_loads(self._packed)
         places, paths = _place_objects(loads, self._packed), self._write_shared(loads) if self._beside else {}
@@ -127,16 +127,16 @@ class _Delivery:
             missed = [] if paths else [*self._beside]
             missed += self._send_once_per_host(self._elsewhere, number, load) if self._elsewhere else []
             self._send_to_each(missed, number, load)
-        results = self._ask_ranks(self._beside, on_rank.put(push, places, self._along, b"", paths))
+        results = self._ask_ranks(self._beside, on_rank.apply_push(push, places, self._along, b"", paths))
         results |= self._ask_ranks(
-            [rank for on_host in self._elsewhere for rank in on_host], on_rank.put(push, places, self._along)
+            [rank for on_host in self._elsewhere for rank in on_host], on_rank.apply_push(push, places, self._along)
         )
         unread = [rank for rank, result in results.items() if result["unread"]]
         for number, load in enumerate(loads):
             self._send_to_each(unread, number, load)
-        return results | self._ask_ranks(unread, on_rank.put(push, places, self._along))
+        return results | self._ask_ranks(unread, on_rank.apply_push(push, places, self._along))
 
-    def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[Put]) -> dict[int, Put]:
+    def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[PushResult]) -> dict[int, PushResult]:
         return dict(zip(ranks, self._ranks.ask(ranks, call), strict=True)) if ranks else {}
 
     def _by_host(self, to: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -181,13 +181,13 @@ class _Delivery:
         answers: list[str] = []
         for part in self._iterate_parts(load):
             data = b"".join(part)
-            calls = {rank: on_rank.add(number, data, not answers, share) for rank, share in ranks.items()}
+            calls = {rank: on_rank.append_part(number, data, not answers, share) for rank, share in ranks.items()}
             answers = self._ranks.ask_each(calls)
         return dict(zip(ranks, answers, strict=True))
 
     def _attach_ranks(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
         """Attach ranks to the shared memory at these paths; return the ranks that cannot read it."""
-        calls = {rank: on_rank.attach(number, path, _room_of(load)) for rank, path in paths.items() if path}
+        calls = {rank: on_rank.attach_load(number, path, _room_of(load)) for rank, path in paths.items() if path}
         attached = dict(zip(calls, self._ranks.ask_each(calls), strict=True)) if calls else {}
         return [rank for rank in paths if not attached.get(rank)]
 
@@ -195,12 +195,12 @@ class _Delivery:
         """Yield the objects of a load in parts of equal size, and report progress before each part."""
         name = ""
 
-        def pieces() -> Iterator[memoryview]:
+        def iterate_pieces() -> Iterator[memoryview]:
             nonlocal name
             for name in load:
                 yield from load[name].pieces()
 
-        for part in shared.portions(pieces(), PART):
+        for part in shared.split_portions(iterate_pieces(), PART):
             share = self._sent_bytes / (self._total_bytes * self._rounds)
             self._progress(f"ddip: pushing {name}, {size_text(self._packed[name].size)}", share)
             self._sent_bytes += sum(piece.nbytes for piece in part)
@@ -212,7 +212,7 @@ class _Delivery:
             raise RequestInterrupted("pushing was interrupted")
 
 
-def ensure_put(put: Mapping[int, Put]) -> None:
+def ensure_put(put: Mapping[int, PushResult]) -> None:
     """Raise TransferError if a rank could not unpickle a pushed object."""
     errors = {
         name: f"{error} ({_failed_ranks_text(put, name)})"
@@ -223,7 +223,7 @@ def ensure_put(put: Mapping[int, Put]) -> None:
         raise TransferError(f"nothing was pushed: {reasons_text(errors, 'cannot be unpickled there')}")
 
 
-def _failed_ranks_text(put: Mapping[int, Put], name: str) -> str:
+def _failed_ranks_text(put: Mapping[int, PushResult], name: str) -> str:
     return ranks_text([rank for rank, result in put.items() if name in result["errors"]])
 
 

@@ -11,7 +11,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.reports import ShardsReport
 
 
-def ask(ranks: Ranks, name: str) -> ShardsTable:
+def fetch_layout(ranks: Ranks, name: str) -> ShardsTable:
     """Return the layout of the model in the variable `name`.
 
     Raises BadInput if a rank has no such variable, or it is not a module.

@@ -107,7 +107,7 @@ class ModulesPushed:
 # -- in the notebook
 
 
-def find(names: str | Sequence[str]) -> list[Source]:
+def find_sources(names: str | Sequence[str]) -> list[Source]:
     """Return the sources of the user's own modules `names`; raise BadInput if one cannot be sent."""
     given = names.split(",") if isinstance(names, str) else names
     wanted = [*dict.fromkeys(name.strip() for name in given if name.strip())]
@@ -211,7 +211,7 @@ def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
         raise BadInput(f"{MAGIC} {name}: {place} has more than {most}; keep data elsewhere, and code in the module")
 
 
-def hint(text: str, ranks: Ranks) -> str:
+def suggest_push(text: str, ranks: Ranks) -> str:
     """Return the command to type if the ranks' error `text` is about missing modules of the user.
 
     It is empty otherwise.
@@ -269,14 +269,14 @@ class Modules:
         """Send `sources` to hosts that lack them; return the names of the sent modules by host number."""
         by_host = _ranks_elsewhere(ranks)
         changed: dict[int, list[str]] = {host: [] for host in by_host}
-        with stopping.button():
+        with stopping.count_presses():
             for source in sources:
                 lack = [host for host in by_host if self._digests_on(ranks, host).get(source.name) != source.digest]
                 if lack:
                     progress(f"ddip: pushing {source.name}, {size_text(source.size)}", None)
                     files = dict(source.files)
                     write = {
-                        by_host[host][0]: on_rank.write_modules(str(_modules_folder(ranks, host)), source.name, files)
+                        by_host[host][0]: on_rank.write_module(str(_modules_folder(ranks, host)), source.name, files)
                         for host in lack
                     }
                     ranks.ask_each(write)
@@ -300,4 +300,4 @@ def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
 
 
 def _modules_folder(ranks: Ranks, host: int) -> Path:
-    return on_host.modules(ranks.cluster.hosts[host].run_folder)
+    return on_host.modules_folder(ranks.cluster.hosts[host].run_folder)

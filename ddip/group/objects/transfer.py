@@ -21,7 +21,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.objects import pickling, shared
 from ddip.protocol.objects.pickling import Loader, Pickled
 from ddip.protocol.rank_spec import STANDING_VARIABLES
-from ddip.protocol.reports import Packed
+from ddip.protocol.reports import PackedObjects
 
 DDP = "DistributedDataParallel"
 FSDP = (
@@ -72,24 +72,24 @@ class Transferred:
     """Names that were not requested, but which functions read and the receiver lacked."""
 
 
-def push(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> Transferred:
+def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> Transferred:
     """Put `values` into the namespaces of the ranks `to`, with the names that they need to run functions.
 
     Such names are read by functions of `values` and missing on these ranks. Raises TransferError with the names that
     cannot be pickled in the notebook or unpickled on a rank; nothing has changed then.
     """
 
-    def lacking(names: list[str]) -> list[str]:
-        lacks_by_rank = ranks.ask(to, on_rank.lacking(names))
+    def lacking_names(names: list[str]) -> list[str]:
+        lacks_by_rank = ranks.ask(to, on_rank.lacking_names(names))
         return [name for name in names if any(name in lacks for lacks in lacks_by_rank)]
 
-    packed = pickling.dump_all(values, lacking, pickling.main_variables())
+    packed = pickling.dump_all(values, lacking_names, pickling.main_variables())
     if packed.errors:
         raise TransferError(f"nothing was pushed: {reasons_text(packed.errors, 'cannot be pickled')}")
     try:
-        delivery.deliver(ranks, packed.pickled, packed.along, to, progress)
+        delivery.deliver_objects(ranks, packed.pickled, packed.along, to, progress)
     except TransferError as error:
-        hint = modules.hint(str(error), ranks)
+        hint = modules.suggest_push(str(error), ranks)
         if not hint:
             raise
         raise TransferError(f"{error}; {hint}") from None
@@ -110,7 +110,7 @@ class Fetched:
     """The objects that a rank has pickled."""
 
     rank: int
-    reply: Packed
+    reply: PackedObjects
     values: Mapping[str, Pickled]
 
     @property
@@ -119,16 +119,18 @@ class Fetched:
         return sum(pickled.size for pickled in self.values.values())
 
 
-def fetch(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = "") -> list[Fetched]:
+def fetch_variables(
+    ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = ""
+) -> list[Fetched]:
     """Fetch the pickled variables `names` of each of the ranks `of`.
 
     Names that their functions read come along, unless the receiver knows them: `known`.
     """
-    with stopping.button():
+    with stopping.count_presses():
         try:
             return _fetch_packed(ranks, names, of, progress, known)
         except BaseException as error:
-            ranks.tell(of, on_rank.drop())
+            ranks.tell(of, on_rank.drop_transfers())
             if isinstance(error, RequestInterrupted):
                 raise RequestInterrupted(f"nothing was pulled: {error}") from None
             raise
@@ -138,7 +140,7 @@ def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progres
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
     beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
     calls = {
-        rank: on_rank.pack(list(names), LARGE_BESIDE if is_near else PART, is_near, known)
+        rank: on_rank.pack_variables(list(names), LARGE_BESIDE if is_near else PART, is_near, known)
         for rank, is_near in beside.items()
     }
     replies = ranks.ask_each(calls)
@@ -155,20 +157,20 @@ def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progres
                 memory = bytearray()
                 for begin, end in _part_bounds(size):
                     progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / total)
-                    memory += ranks.ask([rank], on_rank.part(name, begin, end))[0]
+                    memory += ranks.ask([rank], on_rank.pull_part(name, begin, end))[0]
             memories[name] = memory
             done += size
         values = {name: Pickled.of(memories[name], parts) for name, parts in reply["sizes"]}
         fetched.append(Fetched(rank, reply, values))
     if total:
-        ranks.tell(of, on_rank.drop())
+        ranks.tell(of, on_rank.drop_transfers())
     return fetched
 
 
 def read_shared(path: str, size: int) -> bytearray | mmap.mmap | None:
     """Read the memory at `path` that a rank beside the notebook shares; None: it cannot be read."""
     try:
-        found = shared.view(path) if path else None
+        found = shared.map_file(path) if path else None
     except (OSError, ValueError):
         return None
     if found is None or len(found) != size:
@@ -181,16 +183,16 @@ def _part_bounds(size: int) -> list[tuple[int, int]]:
     return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
 
 
-def pull(
+def pull_values(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report
 ) -> tuple[list[dict[str, Any]], Transferred]:
     """Return the objects `names` of each of the ranks `of`, in order, and what was transferred.
 
     Names that their functions read, and that the notebook lacks, become variables of the notebook.
     """
-    all_fetched = fetch(ranks, names, of, progress, known_names())
-    values = [unpack(fetched) for fetched in all_fetched]
-    return values, transferred(names, all_fetched)
+    all_fetched = fetch_variables(ranks, names, of, progress, known_names())
+    values = [unpickle_values(fetched) for fetched in all_fetched]
+    return values, report_transfer(names, all_fetched)
 
 
 def known_names() -> str:
@@ -200,11 +202,11 @@ def known_names() -> str:
     """
     variables = pickling.main_variables()
     return " ".join(
-        name for name in list(variables) if not name.startswith("_") and not pickling.lacks(variables, name)
+        name for name in list(variables) if not name.startswith("_") and not pickling.lacks_variable(variables, name)
     )
 
 
-def transferred(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transferred:
+def report_transfer(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transferred:
     """Return what was transferred, and report objects that were not."""
     notify_shares((share for fetched in all_fetched for share in fetched.reply["shares"]), "pulled")
     moved = [name for name in names if any(name in fetched.reply["moved"] for fetched in all_fetched)]
@@ -212,7 +214,7 @@ def transferred(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transfe
     return Transferred(sum(fetched.size for fetched in all_fetched), moved, [*along])
 
 
-def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
+def pickled_values(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
     """Return the pickled objects of a rank; raise TransferError with the names that it could not pickle.
 
     `what` is the participle for error messages, such as ``pulled``.
@@ -232,9 +234,9 @@ def forward(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
     return fetched.values
 
 
-def unpack(fetched: Fetched) -> dict[str, Any]:
+def unpickle_values(fetched: Fetched) -> dict[str, Any]:
     """Unpickle the fetched objects and return them; names that came along become notebook variables."""
-    pickled, values = forward(fetched, "pulled"), dict[str, Any]()
+    pickled, values = pickled_values(fetched, "pulled"), dict[str, Any]()
     loader, variables = Loader(pickled), pickling.main_variables()
     before = {name: variables[name] for name in fetched.reply["along"] if name in variables}
     for name in pickled:
@@ -252,7 +254,7 @@ def unpack(fetched: Fetched) -> dict[str, Any]:
                 f"nothing was pulled: {reasons_text(errors, 'cannot be unpickled in the notebook')}"
             ) from None
         if name in fetched.reply["along"]:  # the next object may have code that reads it
-            pickling.bring(variables, {name: values.pop(name)})
+            pickling.set_missing_variables(variables, {name: values.pop(name)})
     return values
 
 

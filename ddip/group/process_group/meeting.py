@@ -29,7 +29,7 @@ LISTEN_SECONDS = 5.0
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """The rendezvous of some of a group's ranks."""
 
     number: int
@@ -48,7 +48,7 @@ def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-class Meetings:
+class RendezvousFactory:
     """Creates the rendezvous of one cluster, and holds the MASTER_PORT."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -58,10 +58,10 @@ class Meetings:
         """The latest MASTER_PORT given to ranks; it is held open on the host of the first of them."""
         self._holder: Host | None = None
 
-    def prepare(self, number: int, ranks: Sequence[int]) -> Meeting:
+    def prepare(self, number: int, ranks: Sequence[int]) -> Rendezvous:
         """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""
         hosts = tuple(dict.fromkeys(self._ranks.members[rank].binding.host for rank in ranks))
-        meeting = Meeting(number, tuple(ranks), hosts, self._networks_between(hosts))
+        meeting = Rendezvous(number, tuple(ranks), hosts, self._networks_between(hosts))
         first = self._host_at(hosts[0])
         try:
             if len(hosts) == 1:
@@ -90,17 +90,18 @@ class Meetings:
 
     def _serve_store(self, rank: int, address: str) -> int:
         """Let `rank` serve the store; return the port."""
-        (answer,) = self._ranks.call_on_control_channel([rank], on_rank.listen(address), LISTEN_SECONDS).values()
+        (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), LISTEN_SECONDS).values()
         if answer is None:
             raise GroupError(f"rank {rank} has not served the group's store at {address} for {LISTEN_SECONDS:g} s")
         return answer
 
-    def _ensure_reached(self, meeting: Meeting, port: int) -> None:
+    def _ensure_reached(self, meeting: Rendezvous, port: int) -> None:
         """Raise GroupError if a host cannot reach the store, as behind a firewall; torch would wait long."""
         others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
         first = meeting.networks[0]
         requests = [
-            (self._host_at(number).begin(on_host.reach, first.address, port), number, own) for number, own in others
+            (self._host_at(number).begin(on_host.try_connection, first.address, port), number, own)
+            for number, own in others
         ]
         for answer, number, own in requests:
             why = answer.result(ASK_SECONDS)
@@ -130,7 +131,7 @@ class Meetings:
             self._holder.begin(on_host.release_port, self.held)
 
     def specs(
-        self, meeting: Meeting, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
+        self, meeting: Rendezvous, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
     ) -> dict[int, RankSpec]:
         """Return the `RankSpec` of each rank that meets, by rank; `groups` and `seconds` are fields of it."""
         specs = {}
@@ -158,7 +159,7 @@ class Meetings:
                 seconds=seconds,
                 interfaces=self._interface_variables(meeting.networks[position], len(meeting.hosts) > 1),
                 threads=self._thread_count(facts["cores"], len(spec.ranks_on(number))),
-                notebook=preload_client.notebook(),
+                notebook=preload_client.notebook_name(),
                 collect=collect,
                 directory=facts["directory"],
                 path=tuple(sys.path if isinstance(self._host_at(number), LocalHost) else facts["path"]),
@@ -167,7 +168,7 @@ class Meetings:
 
     @staticmethod
     def _thread_count(cores: int, ranks: int) -> int | None:
-        return None if "OMP_NUM_THREADS" in os.environ else host_module.threads(cores, max(1, ranks))
+        return None if "OMP_NUM_THREADS" in os.environ else host_module.threads_per_rank(cores, max(1, ranks))
 
     @staticmethod
     def _interface_variables(own: Network, several: bool) -> dict[str, str]:
@@ -176,18 +177,18 @@ class Meetings:
             return dict.fromkeys(INTERFACE_VARIABLES, own.interface)
         return {name: os.environ.get(name) or own.interface for name in INTERFACE_VARIABLES}
 
-    def poison_store(self, meeting: Meeting) -> None:
+    def poison_store(self, meeting: Rendezvous) -> None:
         """Make waits for a key in the store of `meeting` raise.
 
         A TCPStore needs nothing here: shutting down its connections has this effect.
         """
-        self._ask_store_host(meeting, on_host.poison)
+        self._ask_store_host(meeting, on_host.poison_store)
 
-    def remove_store(self, meeting: Meeting) -> None:
+    def remove_store(self, meeting: Rendezvous) -> None:
         """Remove the file store of `meeting`, if it has one, as no rank needs it any longer."""
-        self._ask_store_host(meeting, on_host.remove)
+        self._ask_store_host(meeting, on_host.remove_file)
 
-    def _ask_store_host(self, meeting: Meeting, what: on_host.WithFile) -> None:
+    def _ask_store_host(self, meeting: Rendezvous, what: on_host.WithFile) -> None:
         if not meeting.store.startswith("tcp:"):
             with contextlib.suppress(HostLost, TimeoutError):
                 self._host_at(meeting.hosts[0]).ask(what, meeting.store)

@@ -34,7 +34,7 @@ def of_hosts(hosts: Sequence[Host]) -> list[Network]:
     Raises GroupError if one of them has no route to the first.
     """
     if len(hosts) == 1:
-        return [Network(LOOPBACK, host_module.loopback())]
+        return [Network(LOOPBACK, host_module.loopback_name())]
     first, *others = hosts
     known = next((host.address for host in others if _is_usable(host.address)), on_host.ELSEWHERE)
     address = first.address if _is_usable(first.address) else _find_route(first, known).address
@@ -53,7 +53,7 @@ def _is_usable(address: str) -> bool:
 def _find_route(host: Host, to: str) -> Network:
     name = host.name or "this machine"
     try:
-        address, interface = host.ask(on_host.route, to)
+        address, interface = host.ask(on_host.find_route, to)
     except (HostLost, concurrent.futures.TimeoutError) as error:
         raise GroupError(str(error)) from None
     if not address or not _is_usable(address):

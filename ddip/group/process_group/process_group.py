@@ -23,15 +23,15 @@ from ddip.group.members.placement import GroupSpec
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group import connections
 from ddip.group.process_group.iterations import Iterations
-from ddip.group.process_group.meeting import Meeting, Meetings
+from ddip.group.process_group.meeting import Rendezvous, RendezvousFactory
 from ddip.group.process_group.network import Network
-from ddip.group.process_group.steps import Steps, Uneven
+from ddip.group.process_group.steps import StepMismatch, Steps
 from ddip.output.area import notify
 from ddip.output.tables.tables import cut_off_text, places_text
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.reports import Begun, CellReport, Going
+from ddip.protocol.reports import Begun, CellReport, LostObjects
 
 log = logging.getLogger("ddip")
 
@@ -56,8 +56,8 @@ class ProcessGroupManager:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._formed = 0
-        self._meetings = Meetings(ranks)
-        self._meeting: Meeting | None = None
+        self._meetings = RendezvousFactory(ranks)
+        self._meeting: Rendezvous | None = None
         """The rendezvous of the current group."""
         self._made_connections: dict[int, list[tuple[Any, ...]]] = {}
         """Connections of each rank from when the group was formed. A rank that has ended can no longer report them, and
@@ -117,13 +117,13 @@ class ProcessGroupManager:
         """The value of torch's group counter in a newly formed group."""
         return (self._formed - 1) * GROUPS_EACH + 1
 
-    def _prepare_meeting(self, ranks: Sequence[int]) -> Meeting:
+    def _prepare_meeting(self, ranks: Sequence[int]) -> Rendezvous:
         self._formed += 1
         return self._meetings.prepare(self._formed, ranks)
 
     def _join_meetings(
         self,
-        meetings: Sequence[Meeting],
+        meetings: Sequence[Rendezvous],
         spec: GroupSpec,
         collect: bool,
         deadline: float,
@@ -138,7 +138,7 @@ class ProcessGroupManager:
         calls: dict[int, RemoteCall[object]] = {}
         for meeting in meetings:
             specs = self._meetings.specs(meeting, spec, collect=collect, groups=self._first_group, seconds=seconds)
-            calls |= {rank: on_rank.join(rank_spec) for rank, rank_spec in specs.items()}
+            calls |= {rank: on_rank.join_group(rank_spec) for rank, rank_spec in specs.items()}
         return self._ranks.ask_each(
             calls,
             deadline,
@@ -157,10 +157,10 @@ class ProcessGroupManager:
         meetings = [self._prepare_meeting(group) for group in groups]
         together = len(groups) < len(ranks)
         try:
-            self._ask_within(ranks, on_rank.leave(), seconds, together)
+            self._ask_within(ranks, on_rank.leave_group(), seconds, together)
             self._join_meetings(meetings, spec, collect, time.monotonic() + seconds, together=together)
-            self._ask_within(ranks, on_rank.check(), seconds, together, meetings)
-            self._ask_within(ranks, on_rank.leave(), seconds, together)
+            self._ask_within(ranks, on_rank.check_group(), seconds, together, meetings)
+            self._ask_within(ranks, on_rank.leave_group(), seconds, together)
         finally:
             for meeting in meetings:
                 self._meetings.remove_store(meeting)
@@ -171,13 +171,13 @@ class ProcessGroupManager:
         It does nothing if ranks are deliberately out of step, as the collective would meet the pending ones.
         """
         ranks = range(len(self._ranks.members))
-        answers = self._ranks.call_on_control_channel(ranks, on_rank.begun(), seconds=TELL_SECONDS)
+        answers = self._ranks.call_on_control_channel(ranks, on_rank.begun_operations(), seconds=TELL_SECONDS)
         latest = Steps()
         latest.update({rank: begun for rank, begun in answers.items() if begun is not None})
         if latest.uneven(len(ranks)):
             return
         try:
-            self._ask_within(ranks, on_rank.check(), deadline - time.monotonic(), True)
+            self._ask_within(ranks, on_rank.check_group(), deadline - time.monotonic(), True)
         except BaseException:
             self.healthy = False
             raise
@@ -188,7 +188,7 @@ class ProcessGroupManager:
         call: RemoteCall[object],
         seconds: float,
         together: bool,
-        meetings: Sequence[Meeting] = (),
+        meetings: Sequence[Rendezvous] = (),
     ) -> None:
         """Make `call` on `ranks`, for at most `seconds`; then abort the collectives of those that still wait."""
         deadline = time.monotonic() + seconds
@@ -196,12 +196,12 @@ class ProcessGroupManager:
         calls = dict.fromkeys(ranks, call)
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
-    def leave(self, deadline: float) -> Going:
+    def leave(self, deadline: float) -> LostObjects:
         """Let all ranks leave their group, whatever its state; return the number of objects that end with it."""
         if not self.healthy:
             self.release()
         self.healthy = False
-        going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave()), deadline)
+        going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave_group()), deadline)
         return {
             "wrappers": max((counts["wrappers"] for counts in going), default=0),
             "meshes": max((counts["meshes"] for counts in going), default=0),
@@ -218,7 +218,7 @@ class ProcessGroupManager:
         self.healthy = False
         self._abort_collectives([] if self._meeting is None else [self._meeting], ranks)
 
-    def _abort_collectives(self, meetings: Sequence[Meeting], ranks: Collection[int] | None = None) -> None:
+    def _abort_collectives(self, meetings: Sequence[Rendezvous], ranks: Collection[int] | None = None) -> None:
         """Abort waiting collectives in the groups of `meetings`, on all ranks or on `ranks` only."""
         live = self._ranks.live
         for meeting in meetings:
@@ -228,7 +228,7 @@ class ProcessGroupManager:
         cut_off: dict[int, bool] = {}
         for meeting in meetings:
             calls = {
-                rank: on_rank.release(meeting.store, ends)
+                rank: on_rank.release_group(meeting.store, ends)
                 for rank, ends in ours.items()
                 if ranks is None or rank in ranks
             }
@@ -265,7 +265,7 @@ class ProcessGroupManager:
     def _adopt_group(self) -> None:
         """Adopt the group that a cell has formed in place of ours, and hold another port, as it may use ours."""
         ranks = range(len(self._ranks.members))
-        adopt = on_rank.adopt(*self._meetings.hold_port())
+        adopt = on_rank.adopt_group(*self._meetings.hold_port())
         answers = self._ranks.call_on_control_channel(ranks, adopt, seconds=ADOPT_SECONDS)
         self.healthy = all(answer is not None for answer in answers.values())
         self.generation += 1
@@ -298,7 +298,7 @@ class ProcessGroupManager:
         """
         size = len(self._ranks.members)
         # includes ranks without the cell, and threads that still run
-        answers = self._ask_control(range(size), on_rank.begun())
+        answers = self._ask_control(range(size), on_rank.begun_operations())
         self._steps.update({rank: begun for rank, begun in answers.items() if begun is not None})
         found = self._steps.uneven(size)
         uneven = [group for group in found if group.is_sure or (failed and not group.by_threads)]
@@ -313,7 +313,7 @@ class ProcessGroupManager:
     def _ask_control(self, ranks: Sequence[int], call: RemoteCall[R]) -> dict[int, R | None]:
         return self._ranks.call_on_control_channel(ranks, call, seconds=TELL_SECONDS)
 
-    def _report_uneven(self, uneven: Uneven) -> None:
+    def _report_uneven(self, uneven: StepMismatch) -> None:
         """Mark the group for a rebuild, and report that a good cell has left it out of step."""
         self.healthy = False
         answers = self._ask_control(uneven.ahead, on_rank.line_of(uneven.group, uneven.least))

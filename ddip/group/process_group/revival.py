@@ -14,7 +14,7 @@ from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output.area import notify
 from ddip.protocol import on_rank
-from ddip.protocol.reports import Going
+from ddip.protocol.reports import LostObjects
 
 AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
@@ -25,7 +25,7 @@ RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
-def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
+def go_on(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> None:
     """Revive the DDP wrappers of the former group, and report which other objects must be recreated.
 
     Raises RequestFailed or RequestInterrupted; the group must then be rebuilt.
@@ -33,7 +33,7 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: Going) -> None:
     revived = 0
     if going["wrappers"]:
         try:
-            answers = ranks.ask(range(len(ranks.members)), on_rank.revive(), release=manager.release)
+            answers = ranks.ask(range(len(ranks.members)), on_rank.revive_wrappers(), release=manager.release)
         except (RequestFailed, RequestInterrupted):
             manager.healthy = False
             raise
@@ -119,10 +119,10 @@ def _join_texts(texts: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _revival_text(revived: int, lost: int, going: Going) -> str:
+def _revival_text(revived: int, lost: int, going: LostObjects) -> str:
     """Describe revived wrappers, and objects that must be recreated, for a message.
 
-    >>> nothing = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
+    >>> nothing = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
     >>> _revival_text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be recreated'
     >>> _revival_text(2, 0, {**nothing, "subgroups": 1})

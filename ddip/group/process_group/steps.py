@@ -19,7 +19,7 @@ Numbers: TypeAlias = dict[int, int]
 
 
 @dataclass(frozen=True)
-class Uneven:
+class StepMismatch:
     """A group whose ranks have begun different numbers of collectives."""
 
     group: str
@@ -107,7 +107,7 @@ class Steps:
         """Store the latest reports of these ranks."""
         self._known.update(reports)
 
-    def uneven(self, size: int) -> list[Uneven]:
+    def uneven(self, size: int) -> list[StepMismatch]:
         """Return the groups whose ranks have begun different numbers, except for accepted differences.
 
         `size`: number of ranks in the default group. A rank without any report has begun nothing; one that does not
@@ -122,7 +122,7 @@ class Steps:
             begun = {rank: self._begun_by(rank, group) for rank in members if self._is_in(rank, group, members, size)}
             if len(set(begun.values())) > 1 and begun != self._accepted.get(group):
                 by_threads = any(self._known[rank][group]["by_threads"] for rank in begun if rank in self._known)
-                found.append(Uneven(group, begun, self._is_sure(group, begun), by_threads))
+                found.append(StepMismatch(group, begun, self._is_sure(group, begun), by_threads))
         return found
 
     @staticmethod
@@ -149,6 +149,6 @@ class Steps:
         behind = {uses[rank]["may_begin"] for rank, n in begun.items() if n < most and rank in uses}
         return "yes" not in behind and (by_main or "maybe" not in behind)
 
-    def accept(self, uneven: list[Uneven]) -> None:
+    def accept(self, uneven: list[StepMismatch]) -> None:
         """Accept these differences as intended; only further ones are found from now on."""
         self._accepted.update({group.group: group.begun for group in uneven})

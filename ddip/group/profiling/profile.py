@@ -85,7 +85,7 @@ class Profiling:
         reports, missing = self._collect_reports(ranks, stuck)
         offsets = self._clock_offsets(list(reports))
         merged = self._merge_traces(reports, offsets)
-        found = stragglers.find(reports, offsets, len(self._ranks.members))
+        found = stragglers.compute_waits(reports, offsets, len(self._ranks.members))
         self.result = Profile(
             found.ranks, found.collectives, found.waited_for, missing, self.folder if reports else None, merged
         )
@@ -147,14 +147,14 @@ class Profiling:
         for rank in ranks:
             host = self._ranks.members[rank].binding.host
             if host not in of_hosts:
-                of_hosts[host] = 0 if self._is_beside(rank) else offset(self._ping_clock(rank))
+                of_hosts[host] = 0 if self._is_beside(rank) else clock_offset(self._ping_clock(rank))
         return {rank: of_hosts[self._ranks.members[rank].binding.host] for rank in ranks}
 
     def _ping_clock(self, rank: int) -> list[tuple[int, int, int]]:
         found = []
         for _ in range(PINGS):
             sent = time.time_ns()
-            clock = self._ranks.call_on_control_channel([rank], on_rank.clock(), seconds=1.0)[rank]
+            clock = self._ranks.call_on_control_channel([rank], on_rank.read_clock(), seconds=1.0)[rank]
             if clock is not None:
                 found.append((sent, clock, time.time_ns()))
         return found
@@ -165,7 +165,7 @@ class Profiling:
         begin = min(report["begin"] - offsets[rank] for rank, report in reports.items())
         merged = self.folder / MERGED
         try:
-            traces.merge({rank: self._trace_path(rank) for rank in reports}, offsets, begin, merged)
+            traces.merge_files({rank: self._trace_path(rank) for rank in reports}, offsets, begin, merged)
         except (OSError, ValueError) as error:
             notify(f"the traces could not be merged into {merged}: {error}")
             return None
@@ -177,12 +177,12 @@ class Profiling:
             self.folder.rmdir()
 
 
-def offset(pings: Sequence[tuple[int, int, int]]) -> int:
+def clock_offset(pings: Sequence[tuple[int, int, int]]) -> int:
     """Return how far another clock is ahead, estimated from the fastest of `pings`.
 
     Each ping has our clock before, the other clock, and our clock after, in the same unit.
 
-    >>> offset([(0, 5_100, 200), (1_000, 6_050, 1_010)])
+    >>> clock_offset([(0, 5_100, 200), (1_000, 6_050, 1_010)])
     5045
     """
     if not pings:

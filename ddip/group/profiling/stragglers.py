@@ -35,7 +35,7 @@ class _Arrivals:
 
 
 @dataclass(frozen=True)
-class Found:
+class StragglerReport:
     """The profile of each rank and collective, and the seconds that others waited for each rank."""
 
     ranks: dict[int, RankProfile]
@@ -43,7 +43,7 @@ class Found:
     waited_for: dict[int, float]
 
 
-def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world_size: int) -> Found:
+def compute_waits(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world_size: int) -> StragglerReport:
     """Compute the waiting times of ranks from their `reports`.
 
     `offsets`: how far each rank's clock is ahead of the notebook's, in nanoseconds.
@@ -66,7 +66,7 @@ def find(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world
             in_collective[key] = max(in_collective[key], seconds)
             for other in _waited_for(arrival):
                 waited_for[other][rank] += seconds
-    return Found(
+    return StragglerReport(
         {rank: _rank_profile(rank, report, waits[rank]) for rank, report in sorted(reports.items())},
         _collective_rows(arrivals, in_collective, world_size),
         {rank: max(by.values()) for rank, by in waited_for.items()},

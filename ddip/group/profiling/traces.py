@@ -23,7 +23,7 @@ OF_KINETO = ("Spans", "Traces", "")
 """Process IDs in a trace that do not stand for processes."""
 
 
-def merge(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to: Path) -> None:
+def merge_files(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to: Path) -> None:
     """Merge the trace files of ranks into the file `to`.
 
     `offsets`: how far each rank's clock is ahead of the notebook's; `begin`: when the cell began on the notebook's

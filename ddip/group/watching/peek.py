@@ -42,21 +42,21 @@ PART = 1 << 22
 _numbers = itertools.count(1)
 
 
-def peek(
+def fetch_snapshots(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], seconds: float, progress: Report
 ) -> tuple[list[dict[str, Any]], Transferred]:
     """Return the objects `names` of each of the ranks `of`, and what was transferred.
 
     See ``Group.peek_all``.
     """
-    with stopping.button():
+    with stopping.count_presses():
         request = _Peek(ranks, names, seconds, progress)
         try:
             all_fetched = request.fetch(of)
         finally:
             request.drop()
-    values = [transfer.unpack(fetched) for fetched in all_fetched]
-    return values, transfer.transferred(names, all_fetched)
+    values = [transfer.unpickle_values(fetched) for fetched in all_fetched]
+    return values, transfer.report_transfer(names, all_fetched)
 
 
 class _Peek:
@@ -99,7 +99,7 @@ class _Peek:
             except KeyError:  # it has just ended
                 self._ensure_none_ended(calls)
                 raise
-        with stopping.button() as button:
+        with stopping.count_presses() as button:
             button.wait_for(futures.values(), self._seconds, lambda: self._ensure_can_answer(futures))
             if button.pressed:
                 button.take()

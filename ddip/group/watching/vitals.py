@@ -1,6 +1,6 @@
 """Sample the activity of each rank, and its rates over the last seconds, while its cell runs.
 
-    Sampler.look  --on_rank.vitals-->  control thread of each rank    a late answer is read at the next sample
+    Sampler.look  --on_rank.current_vitals-->  control thread of each rank    a late answer is read at the next sample
                   <-----Vitals-------  rates: changes since an earlier answer in the same cell
 
 Callable on any thread. It never waits for a rank that stands still; such a rank is not asked again before it has
@@ -49,7 +49,7 @@ IDLE_CORES = 0.1
 """CPU use of an idle rank, in cores, below which it is not shown."""
 
 
-def period(size: int) -> float:
+def sample_period(size: int) -> float:
     """Return the seconds between samples of `size` ranks."""
     return min(LONGEST_PERIOD, max(PERIOD, PERIOD_OF_A_RANK * size))
 
@@ -64,7 +64,7 @@ class Rates:
     cores: float | None = None
 
 
-def rates(answers: Sequence[Vitals]) -> Rates:
+def compute_rates(answers: Sequence[Vitals]) -> Rates:
     """Compute a rank's rates up to the last of its `answers`: over the window, or since its cell began."""
     *former, now = answers
     recent = [answer for answer in former if answer["at"] >= now["at"] - WINDOW_SECONDS] or former[-1:]
@@ -137,7 +137,7 @@ class Sampler:
                 del table[engine]
 
     def _send_requests(self, ranks: Ranks, engines: Sequence[int], size: int) -> None:
-        call = on_rank.vitals(min(LONGEST_LOOK, LOOK_OF_A_RANK * size), 2 * period(size) + 1)
+        call = on_rank.current_vitals(min(LONGEST_LOOK, LOOK_OF_A_RANK * size), 2 * sample_period(size) + 1)
         new = []
         for engine in engines:
             if engine not in self._asked:
@@ -163,7 +163,7 @@ class Sampler:
         is_late = engine in self._asked and time.monotonic() > self._answered_at.get(engine, 0.0) + LATE_SECONDS
         if answers and not is_late:
             lost = rank.rank in ranks.gpu_lost
-            return with_answer(rank, answers[-1], rates(list(answers)), "GPU lost" if lost else "idle")
+            return with_answer(rank, answers[-1], compute_rates(list(answers)), "GPU lost" if lost else "idle")
         stopped = _stopped_text(ranks, rank) if is_late else ""
         return replace(rank, state="stopped", doing=stopped) if stopped else rank
 
@@ -208,10 +208,10 @@ def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: Rank
     )
 
 
-def look(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
+def sample_ranks(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
     """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates."""
     sampler = Sampler(lifecycle)
-    with stopping.button("polling the ranks was interrupted") as button:
+    with stopping.count_presses("polling the ranks was interrupted") as button:
         found = sampler.look()
         if seconds > 0 and any(rank.state == "busy" for rank in found):
             button.wait_for([Future()], seconds)

@@ -16,11 +16,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from ddip.output.area import GONE, new_id, notify_late, request
+from ddip.output.area import GONE, current_request, new_id, notify_late
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput, lock
 from ddip.output.page.colours import to_html
-from ddip.output.terminal_text import plain
+from ddip.output.terminal_text import strip_escapes
 from ddip.output.transcript import Bundle
 from ddip.output.views.labels import Labels
 from ddip.output.views.tabs import Tabs
@@ -118,7 +118,7 @@ class BackgroundOutput(CellOutput):
         """
         try:
             with lock:  # otherwise a display could be sent again after a newer update
-                self.page.carrier = request()
+                self.page.carrier = current_request()
                 self.page.resend()
                 notify_late()  # a terminal has no separate area for the cell
                 self.page.waited_for = True
@@ -136,7 +136,7 @@ def _status_bundle(text: str) -> Bundle:
 
 
 def _error_bundle(text: str) -> Bundle:
-    return {"text/plain": plain(text), "text/html": f'<pre class="ddip-error">{to_html(text)}</pre>'}
+    return {"text/plain": strip_escapes(text), "text/html": f'<pre class="ddip-error">{to_html(text)}</pre>'}
 
 
 Shown = tuple[str, str]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ddip.errors import RANK_ENDED, STOPPED, RankError
-from ddip.output.terminal_text import plain
-from ddip.output.transcript import RankTranscript, labelled, plain_of
+from ddip.output.terminal_text import strip_escapes
+from ddip.output.transcript import RankTranscript, add_label, plain_of
 from ddip.output.widgets import Message
 from ddip.protocol.status_types import SCHEMA, TEXT_CHARACTERS, CellData, CellOutcome, ErrorData, PartData, PartState
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 MESSAGE_CHARACTERS = 5_000
 
@@ -64,13 +64,13 @@ def error_data(error: RankError) -> ErrorData:
     """Return an error as data without colours, its texts cut to their last characters."""
     return {
         "name": error.name,
-        "message": _last_characters(readable(plain(error.message)), MESSAGE_CHARACTERS),
-        "traceback": _last_characters(readable(plain(error.traceback)), TEXT_CHARACTERS),
+        "message": _last_characters(escape_surrogates(strip_escapes(error.message)), MESSAGE_CHARACTERS),
+        "traceback": _last_characters(escape_surrogates(strip_escapes(error.traceback)), TEXT_CHARACTERS),
         "waited": error.waited,
     }
 
 
-def texts(
+def rank_texts(
     messages: Iterable[tuple[int, Message]], ranks: Iterable[int], limit: int, most: int = TEXT_CHARACTERS
 ) -> dict[int, tuple[str, bool]]:
     """Return the text that each of `ranks` shows, without colours, and True if that is cut to its end.
@@ -81,7 +81,7 @@ def texts(
     for rank, message in messages:
         if rank in transcripts:
             _add_message(transcripts[rank], message)
-    whole = {rank: readable(plain_of(transcript.items)) for rank, transcript in transcripts.items()}
+    whole = {rank: escape_surrogates(plain_of(transcript.items)) for rank, transcript in transcripts.items()}
     return {rank: (_last_characters(text, most), len(text) > most) for rank, text in whole.items()}
 
 
@@ -93,7 +93,7 @@ def _add_message(transcript: RankTranscript, message: Message) -> None:
         case "display_data":
             transcript.display(content["data"], None, (content.get("transient") or {}).get("display_id"))
         case "execute_result":
-            transcript.display(labelled(f"Out[{content['execution_count']}]:", content["data"]))
+            transcript.display(add_label(f"Out[{content['execution_count']}]:", content["data"]))
         case "update_display_data":
             transcript.update(content["data"], None, content["transient"]["display_id"])
 

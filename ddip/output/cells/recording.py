@@ -38,7 +38,7 @@ class Recording:
         self.most: int | None = None
         """Maximum size in bytes while the cell runs; None: no limit."""
         self.left_out = 0
-        """Number of outputs dropped by `trim`."""
+        """Number of outputs dropped by `trim_recordings`."""
         self._entries: dict[int, _Entry] = {}
         self._count = 0
         self._updates: dict[tuple[int, str], int] = {}
@@ -133,7 +133,7 @@ class Recording:
             yield entry.rank, {"header": {"msg_type": entry.kind}, "content": content}
 
 
-def trim(recordings: Sequence[Recording], most: int) -> None:
+def trim_recordings(recordings: Sequence[Recording], most: int) -> None:
     """Drop the oldest outputs until `recordings`, sorted by age, take at most `most` bytes in total."""
     over = sum(recording.size for recording in recordings) - most
     for recording in recordings:

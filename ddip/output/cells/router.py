@@ -26,7 +26,7 @@ from ddip.output.views.grouped import Grouped
 from ddip.output.views.labels import Labels
 from ddip.output.views.tabs import Tabs
 from ddip.output.views.views import Beside, Errors, Plain, View
-from ddip.output.widgets import Comms, Message, Shown, WidgetCell, parts, replay, state_in
+from ddip.output.widgets import Comms, Message, ShownBar, WidgetCell, referenced_ids, replay_items, state_in
 
 log = logging.getLogger("ddip")
 
@@ -201,7 +201,7 @@ class CellOutput:
         for bar in self._comms.bars.moved() if self._comms is not None else ():
             bar.cell.write_bar(bar, bar.cell.page if self.page.closed else self.page)
 
-    def write_bar(self, bar: Shown, page: CellOutputArea) -> None:
+    def write_bar(self, bar: ShownBar, page: CellOutputArea) -> None:
         """Update the text of a bar that this cell shows, as output of the cell of `page`."""
         with self.page.by_way_of(page):
             self._view.update(bar.rank, bar.data, bar.metadata, bar.display_id)
@@ -284,7 +284,7 @@ class CellOutput:
         tabs = self._tab(rank)
         if kind == "comm_open" and shown and tabs is not None and state.get("_model_name") == "OutputModel":
             tabs.add_area(name)
-        for part in parts(state):
+        for part in referenced_ids(state):
             self._give_to_page(rank, part, comms)
 
     def _tab(self, rank: int) -> RankTranscript | None:
@@ -340,7 +340,7 @@ class CellOutput:
         if items:
             before = self.page.capturing
             self.page.capture(model)
-            replay(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
+            replay_items(Plain(self.page, self.display.max_output_chars, changeable=False), rank, items)
             self.page.capture(before)
 
     def keeps(self, rank: int, model: str) -> bool:

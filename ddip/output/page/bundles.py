@@ -47,7 +47,7 @@ def only_loads_library(data: Bundle) -> bool:
     return set(data) == {"text/html"} and "PlotlyConfig" in source and not SCRIPT.sub("", source).strip()
 
 
-def comparable(items: Sequence[Item]) -> object:
+def comparable_items(items: Sequence[Item]) -> object:
     """Return a value that is equal for ranks with equal output.
 
     It contains all forms of each display, with metadata, and not only the visible one. Text with omitted lines equals
@@ -60,7 +60,7 @@ def _comparable_item(item: Item) -> object:
     if isinstance(item, Text):
         return (item.stream, object() if item.screen.left_out else item.screen.text)
     if isinstance(item, Area):
-        return comparable(item.items)
+        return comparable_items(item.items)
     data = item.data if item.first is None else item.first
     if WIDGET in data:  # widget IDs always differ, so only the text is compared
         data = {**data, WIDGET: None}

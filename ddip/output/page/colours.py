@@ -54,11 +54,13 @@ def _style_css(state: tuple[tuple[str, str], ...]) -> str:
     style = dict(state)
     ground, colour = style.get("background"), style.get("color")
     if ground is not None:
-        behind = _rgb(ground)
-        if colour is None or contrast_ratio(_rgb(colour), behind) < CONTRAST:
-            style["color"] = max("#000", "#fff", key=lambda ink: contrast_ratio(_rgb(ink), behind))
+        behind = _parse_rgb(ground)
+        if colour is None or contrast_ratio(_parse_rgb(colour), behind) < CONTRAST:
+            style["color"] = max("#000", "#fff", key=lambda ink: contrast_ratio(_parse_rgb(ink), behind))
     elif colour is not None:
-        style["color"] = f"{colour};color:color-mix(in srgb,{colour} {_readable_share(_rgb(colour))}%,currentColor)"
+        style["color"] = (
+            f"{colour};color:color-mix(in srgb,{colour} {_readable_share(_parse_rgb(colour))}%,currentColor)"
+        )
     if ground is not None or colour is not None:
         style.pop("opacity", None)  # the colour already shows the faint style
     return ";".join(f"{key}:{value}" for key, value in style.items())
@@ -78,7 +80,7 @@ def _readable_share(colour: Colour) -> int:
     return 0
 
 
-def _rgb(colour: str) -> Colour:
+def _parse_rgb(colour: str) -> Colour:
     """Parse ``#rgb``, ``#rrggbb`` or ``rgb(r,g,b)``."""
     if colour.startswith("rgb"):
         return [min(255, int(part)) / 255 for part in colour[4:-1].split(",")]
@@ -88,11 +90,11 @@ def _rgb(colour: str) -> Colour:
 
 def contrast_ratio(first: Colour, second: Colour) -> float:
     """Return the contrast ratio of two colours, from 1 to 21, as WCAG 2.1 defines it."""
-    dark, light = sorted((_luminance(first), _luminance(second)))
+    dark, light = sorted((_relative_luminance(first), _relative_luminance(second)))
     return (light + 0.05) / (dark + 0.05)
 
 
-def _luminance(colour: Colour) -> float:
+def _relative_luminance(colour: Colour) -> float:
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

@@ -67,7 +67,7 @@ class Tab:
         return ranks_text(self.ranks) + (" ✗" if self.failed else "")
 
 
-def buttons(name: str, ranks: Sequence[int]) -> str:
+def buttons_html(name: str, ranks: Sequence[int]) -> str:
     """Return the HTML of the output that never changes: a radio button per rank.
 
     None is selected at first, because it is not known yet which rank fails. JupyterLab leaves arrow keys to them.
@@ -81,7 +81,7 @@ def buttons(name: str, ranks: Sequence[int]) -> str:
     return f"{BEGIN_HIDDEN}{RULES}</style>{group}{END_HIDDEN}"
 
 
-def page(name: str, tabs: Sequence[Tab], note: str) -> str:
+def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
     """Return the HTML of the output that changes: labels and tabs.
 
     Until the user selects a tab, the first that has failed is visible, else the first with any output.
@@ -97,9 +97,8 @@ def page(name: str, tabs: Sequence[Tab], note: str) -> str:
     )
     if note:
         sections += f'<div class="ddip-head">{html.escape(note)}</div>'
-    hidden = (
-        f'{BEGIN_HIDDEN}{_rules(name, tabs)}</style><div class="ddip-bar" hidden="hidden">{labels}</div>{END_HIDDEN}'
-    )
+    bar = f'<div class="ddip-bar" hidden="hidden">{labels}</div>'
+    hidden = f"{BEGIN_HIDDEN}{_visibility_rules(name, tabs)}</style>{bar}{END_HIDDEN}"
     return f'<div class="ddip" id="{name}">{hidden}{sections}</div>'
 
 
@@ -111,7 +110,7 @@ def _label_html(name: str, number: int, tab: Tab) -> str:
     return f'<label class="ddip-rank {state}" id="{name}-l{number}" for="{name}-{tab.ranks[0]}">{title}</label>'
 
 
-def _rules(name: str, tabs: Sequence[Tab]) -> str:
+def _visibility_rules(name: str, tabs: Sequence[Tab]) -> str:
     """Return the CSS that shows the tab of the selected button, and hides all but one button per tab."""
     on_page = f"body:has(#{name}-{tabs[0].ranks[0]})"
     rules = [
@@ -126,14 +125,14 @@ def _rules(name: str, tabs: Sequence[Tab]) -> str:
         focused = [f"body:has(#{name}-{rank}:focus-visible)" for rank in tab.ranks]
         label, shown = f"#{name} #{name}-l{number}", f"#{name} #{name}-s{number}"
         rules += [
-            _rule(chosen, shown, "display:block"),
-            _rule(chosen, label, CHOSEN),
-            _rule(focused, label, FOCUSED),
+            _css_rule(chosen, shown, "display:block"),
+            _css_rule(chosen, label, CHOSEN),
+            _css_rule(focused, label, FOCUSED),
         ]
         first, *others = (f"#{name}-{rank}" for rank in tab.ranks)
         rules += [f"{other}:not(:checked),body:has({other}:checked) {first}{{display:none}}" for other in others]
     return "".join(rules)
 
 
-def _rule(pages: Sequence[str], element: str, style: str) -> str:
+def _css_rule(pages: Sequence[str], element: str, style: str) -> str:
     return ",".join(f"{page} {element}" for page in pages) + f"{{{style}}}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddip.errors import ranks_text
-from ddip.output.tables.tables import aligned, html_table
+from ddip.output.tables.tables import align_rows, html_table
 
 HEAD = ("object", "what was found", "what to do")
 
@@ -38,7 +38,7 @@ class CheckTable:
     def __str__(self) -> str:
         if not self.rows:
             return self.summary
-        return aligned([HEAD, *((row.name, row.what, row.todo) for row in self.rows)])
+        return align_rows([HEAD, *((row.name, row.what, row.todo) for row in self.rows)])
 
     def to_html(self) -> str:
         """Return the table as HTML."""

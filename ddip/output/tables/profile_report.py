@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddip.errors import ranks_text
-from ddip.output.tables.tables import aligned, html_table
+from ddip.output.tables.tables import align_rows, html_table
 from ddip.protocol.collective import kind_text
 
 PARTS = ("compute", "communication", "waiting", "loading", "idle")
@@ -99,7 +99,7 @@ class Profile:
         return max(self.collectives, key=lambda each: each.seconds, default=None)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": text(self), "text/html": html(self)}
+        return {"text/plain": report_text(self), "text/html": report_html(self)}
 
 
 NAMES = {"loading": "data loading"}
@@ -117,21 +117,21 @@ ENDED_SHARE = 0.8
 """Share of the others' time below which a rank has ended before them."""
 
 
-def text(profile: Profile) -> str:
+def report_text(profile: Profile) -> str:
     """Return the report as text, for a terminal and for pages without HTML."""
     lines = [_title_text(profile)]
     if profile.ranks:
-        lines.append(_align([_rank_head(), *map(_rank_row, profile.ranks.values())]))
+        lines.append(_align_table([_rank_head(), *map(_rank_row, profile.ranks.values())]))
         longest = max(each.seconds for each in profile.ranks.values())
         lines += [f"rank {rank}  {_text_bar(each, longest)}" for rank, each in profile.ranks.items()]
         lines.append("  ".join(f"{LETTERS[part]} {_part_name(part)}" for part in PARTS))
     kinds = _kind_rows(profile.collectives)
     if kinds:
-        lines.append(_align([_kind_head(), *kinds]))
-    return "\n".join([*lines, *remarks(profile)])
+        lines.append(_align_table([_kind_head(), *kinds]))
+    return "\n".join([*lines, *profile_remarks(profile)])
 
 
-def html(profile: Profile) -> str:
+def report_html(profile: Profile) -> str:
     """Return the report as HTML, without scripts and external files."""
     parts = [f"<div><b>{markup.escape(_title_text(profile))}</b></div>"]
     if profile.ranks:
@@ -142,11 +142,11 @@ def html(profile: Profile) -> str:
     kinds = _kind_rows(profile.collectives)
     if kinds:
         parts.append(html_table([_kind_head(), *kinds], range(1, 5)))
-    parts += [f"<div>{markup.escape(line)}</div>" for line in remarks(profile)]
+    parts += [f"<div>{markup.escape(line)}</div>" for line in profile_remarks(profile)]
     return f'<div class="ddip-profile">{"".join(parts)}</div>'
 
 
-def remarks(profile: Profile) -> list[str]:
+def profile_remarks(profile: Profile) -> list[str]:
     """Return notes on slow ranks and collectives, on what was not recorded, and on the trace files."""
     found = [*_slowest_rank(profile), *_slowest_collective(profile)]
     notes: dict[str, list[int]] = defaultdict(list)
@@ -261,8 +261,8 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
-    return aligned(rows, [i for i in range(len(rows[0])) if any(row[i][:1].isdigit() for row in rows[1:])])
+def _align_table(rows: Sequence[Sequence[str]]) -> str:
+    return align_rows(rows, [i for i in range(len(rows[0])) if any(row[i][:1].isdigit() for row in rows[1:])])
 
 
 def _text_bar(each: RankProfile, longest: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddip.errors import ranks_text
-from ddip.output.tables.tables import aligned, html_table, size_text
+from ddip.output.tables.tables import align_rows, html_table, size_text
 from ddip.protocol.reports import ShardsReport, TensorReport
 
 
@@ -57,7 +57,7 @@ class ShardsTable:
 
     def __str__(self) -> str:
         numbers = range(4, len(self._head))
-        return f"{self.title}\n{aligned([self._head, *self.rows], numbers)}"
+        return f"{self.title}\n{align_rows([self._head, *self.rows], numbers)}"
 
     def html(self) -> str:
         """Return the table as HTML."""

@@ -78,12 +78,12 @@ def stacks_text(stacks: Mapping[int, Stack | None]) -> str:
         if stack is None:
             text = "  no answer"
         else:
-            text = "\n".join(f"  {name}:\n{_indented(frames)}" for name, frames in stack.threads.items())
+            text = "\n".join(f"  {name}:\n{_indent_lines(frames)}" for name, frames in stack.threads.items())
         together.setdefault(text, []).append(rank)
     return "\n".join(f"{ranks_text(ranks)}\n{text}" for text, ranks in together.items())
 
 
-def _indented(text: str) -> str:
+def _indent_lines(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
@@ -150,10 +150,10 @@ def info_table(infos: Sequence[RankInfo]) -> str:
     if not any(row[5] for row in rows):
         for row in [head, *rows]:
             del row[5]
-    return aligned([head, *rows])
+    return align_rows([head, *rows])
 
 
-def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
+def align_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> str:
     """Align `rows` of equal length as text; the columns `numbers`, counted from 0, are right-aligned."""
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):
@@ -168,16 +168,16 @@ def html_table(
     """Return `rows` as an HTML table; the first is the head, and with `total` the last is the foot."""
     styles = ["right; white-space: nowrap" if i in numbers else "left" for i in range(len(rows[0]))]
 
-    def row(cells: Sequence[str], tag: str) -> str:
+    def row_html(cells: Sequence[str], tag: str) -> str:
         begins = [f'<{tag} style="text-align: {style}">' for style in styles]
         each = zip(begins, map(html.escape, cells), strict=True)
         return f"<tr>{''.join(f'{begin}{text}</{tag}>' for begin, text in each)}</tr>"
 
     head, *body = rows
-    foot = f"<tfoot>{row(body.pop(), 'th')}</tfoot>" if total else ""
+    foot = f"<tfoot>{row_html(body.pop(), 'th')}</tfoot>" if total else ""
     title = f'<caption style="text-align: left">{html.escape(caption)}</caption>' if caption else ""
-    inner = "".join(row(cells, "td") for cells in body)
-    return f"<table>{title}<thead>{row(head, 'th')}</thead><tbody>{inner}</tbody>{foot}</table>"
+    inner = "".join(row_html(cells, "td") for cells in body)
+    return f"<table>{title}<thead>{row_html(head, 'th')}</thead><tbody>{inner}</tbody>{foot}</table>"
 
 
 def still_text(stuck: Sequence[int], busy: Mapping[int, str]) -> str:
@@ -225,4 +225,4 @@ def cells_table(rows: Sequence[CellRow]) -> str:
         ]
         for row in rows
     ]
-    return aligned([head, *lines])
+    return align_rows([head, *lines])

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from ddip.errors import ranks_text
 from ddip.output.page.tab_page import BEGIN_HIDDEN, END_HIDDEN
-from ddip.output.tables.tables import aligned, size_text
+from ddip.output.tables.tables import align_rows, size_text
 from ddip.protocol.location import StackLocation
 
 RankState: TypeAlias = Literal["busy", "idle", "ended", "stopped", "GPU lost", "no answer"]
@@ -64,7 +64,7 @@ class RankVitals:
     """Temperature in degrees Celsius."""
 
 
-def stragglers(ranks: Iterable[RankVitals]) -> list[int]:
+def find_stragglers(ranks: Iterable[RankVitals]) -> list[int]:
     """Return the ranks for which the others wait, in all cells.
 
     The stragglers of a cell are the ranks that wait least, if they are at most half of its ranks and each of the others
@@ -118,26 +118,27 @@ class _Column:
 
 def table_text(ranks: Sequence[RankVitals]) -> str:
     """Return the table as text, with one line per rank, and notes."""
-    slow = stragglers(ranks)
+    slow = find_stragglers(ranks)
     columns = _used_columns(ranks)
     rows = [[column.head for column in columns]]
-    rows += [[_shorten(column.text(rank)) for column in columns] for rank in ranks]
+    rows += [[_shorten_text(column.text(rank)) for column in columns] for rank in ranks]
     for row, mark in zip(rows, ["", *("◀" if rank.rank in slow else "" for rank in ranks)], strict=True):
         row[0] += mark
     numbers = [number for number, column in enumerate(columns) if column.is_number]
-    return "\n".join([aligned(rows, numbers), *_notes(ranks)])
+    return "\n".join([align_rows(rows, numbers), *_table_notes(ranks)])
 
 
 def table_html(ranks: Sequence[RankVitals]) -> str:
     """Return the table as HTML, with notes."""
-    slow = stragglers(ranks)
+    slow = find_stragglers(ranks)
     columns = _used_columns(ranks)
-    head = "".join(f"<th{_class('ddip-number' * c.is_number)}>{html.escape(c.head)}</th>" for c in columns)
+    head = "".join(f"<th{_class_attribute('ddip-number' * c.is_number)}>{html.escape(c.head)}</th>" for c in columns)
     rows = "".join(
-        f"<tr{_class('ddip-slow' * (rank.rank in slow))}>{''.join(_cell_html(column, rank) for column in columns)}</tr>"
+        f"<tr{_class_attribute('ddip-slow' * (rank.rank in slow))}>"
+        f"{''.join(_cell_html(column, rank) for column in columns)}</tr>"
         for rank in ranks
     )
-    notes = "".join(f"<div>{html.escape(note)}</div>" for note in _notes(ranks))
+    notes = "".join(f"<div>{html.escape(note)}</div>" for note in _table_notes(ranks))
     style = f"{BEGIN_HIDDEN}{RULES}</style>{END_HIDDEN}"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return (
@@ -175,10 +176,10 @@ def _cell_html(column: _Column, rank: RankVitals) -> str:
     if column.head == "where" and text:
         kind, title = "ddip-where", f' title="{text}"'  # readable if the column is too narrow
     filled = "" if share is None else f' style="--share:{round(100 * min(1.0, max(0.0, share)))}"'
-    return f"<td{_class(kind)}{title}{filled}>{text}</td>"
+    return f"<td{_class_attribute(kind)}{title}{filled}>{text}</td>"
 
 
-def _class(name: str) -> str:
+def _class_attribute(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
@@ -187,7 +188,7 @@ def _used_columns(ranks: Sequence[RankVitals]) -> list[_Column]:
     return [column for column in COLUMNS if any(column.text(rank) for rank in ranks)]
 
 
-def _notes(ranks: Sequence[RankVitals]) -> list[str]:
+def _table_notes(ranks: Sequence[RankVitals]) -> list[str]:
     """Return the notes below the table: stragglers and stopped ranks."""
     notes = [_straggler_text(waited, slow) for waited in _waiting_shares(ranks) if (slow := _find_slow(waited))]
     return notes + [f"rank {rank.rank}: {rank.doing}" for rank in ranks if rank.state == "stopped"]
@@ -256,7 +257,7 @@ def _place_text(rank: RankVitals) -> str:
     return f"{where}: {place.source}" if place.source else where
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= PLACE_CHARACTERS else f"{text[: PLACE_CHARACTERS - 1]}…"
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddip.errors import RankError, ranks_text
-from ddip.output.area import CellOutputArea, flush
-from ddip.output.page.bundles import comparable
-from ddip.output.transcript import Bundle, Display, RankTranscript, Text, is_ours, labelled, plain_of
+from ddip.output.area import CellOutputArea, flush_streams
+from ddip.output.page.bundles import comparable_items
+from ddip.output.transcript import Bundle, Display, RankTranscript, Text, add_label, is_ours, plain_of
 
 
 class Grouped:
@@ -37,7 +37,7 @@ class Grouped:
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
         """Keep the value of the last line, with its label."""
-        self._sections[rank].display(labelled(f"Out[{number}]:", data), metadata)
+        self._sections[rank].display(add_label(f"Out[{number}]:", data), metadata)
 
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the output of the rank, at once or before its next output."""
@@ -66,7 +66,7 @@ class Grouped:
         """
         groups: list[_MergedRanks] = []
         for rank, section in self._sections.items():
-            shown = comparable(section.items)
+            shown = comparable_items(section.items)
             equal = None if section.has_widgets else next((group for group in groups if group.shown == shown), None)
             if section.empty:
                 continue
@@ -88,7 +88,7 @@ class Grouped:
                     self._page.show(item.data, item.metadata, bar)
                 else:
                     self._page.write("stdout", plain_of(item.items) + "\n")
-        flush()
+        flush_streams()
         self._closed = True
         self._sections = {rank: RankTranscript(self._limit) for rank in self._sections}
         return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddip.errors import RankError
-from ddip.output.area import GONE, CellOutputArea, flush, new_id
+from ddip.output.area import GONE, CellOutputArea, flush_streams, new_id
 from ddip.output.page.bundles import only_loads_library
-from ddip.output.transcript import WIDGET, Bundle, is_ours, labelled, own_id
+from ddip.output.transcript import WIDGET, Bundle, add_label, is_ours, own_id
 from ddip.output.views.below import label_of
 from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
 
@@ -93,7 +93,7 @@ class Labels:
         """Keep the value of the last line until its rank shows more or the cell ends."""
         self._show_value(rank)
         self.ended(rank, False)
-        self._values[rank] = labelled(f"Out[{rank}:{number}]:", data), metadata
+        self._values[rank] = add_label(f"Out[{rank}:{number}]:", data), metadata
         if self._closed:
             self._show_value(rank)
 
@@ -129,7 +129,7 @@ class Labels:
             self._erase()
             self._page.write("stdout", "".join(f"{line}\n" for line in lines))
             self._drawn = lines
-        flush()
+        flush_streams()
 
     def _erase(self) -> None:
         """Erase the bars at the bottom of a terminal."""
@@ -149,5 +149,5 @@ class Labels:
         for rank in sorted(self._values):
             self._show_value(rank)
         self._closed = True
-        flush()
+        flush_streams()
         return False

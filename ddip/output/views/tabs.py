@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from ddip.errors import RankError
 from ddip.output.area import GONE, CellOutputArea, new_id
 from ddip.output.page import tab_page
-from ddip.output.page.bundles import LIVE_CHARACTERS, comparable, fits_in_tab, to_tab
+from ddip.output.page.bundles import LIVE_CHARACTERS, comparable_items, fits_in_tab, to_tab
 from ddip.output.page.colours import to_html
 from ddip.output.page.tab_page import Tab
-from ddip.output.terminal_text import plain
-from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, is_ours, labelled, own_id, plain_of
+from ddip.output.terminal_text import strip_escapes
+from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, add_label, is_ours, own_id, plain_of
 from ddip.output.views.below import Below, can_move
 
 REDRAW_SECONDS = 0.1
@@ -70,7 +70,7 @@ class Tabs:
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
         """Show the value of the cell's last line with a label."""
-        self.display(rank, labelled(f"Out[{number}]:", data), metadata, None)
+        self.display(rank, add_label(f"Out[{number}]:", data), metadata, None)
 
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the rank's output, at once or before its next output."""
@@ -155,7 +155,7 @@ class Tabs:
 
     @property
     def _buttons(self) -> Bundle:
-        return {"text/html": tab_page.buttons(self._id, list(self._sections)), "text/plain": ""}
+        return {"text/html": tab_page.buttons_html(self._id, list(self._sections)), "text/plain": ""}
 
     @property
     def _has_content(self) -> bool:
@@ -182,7 +182,7 @@ class Tabs:
             )
             for ranks, body in self._merged_tabs()
         ]
-        page = tab_page.page(self._id, tabs, self._note)
+        page = tab_page.tabs_html(self._id, tabs, self._note)
         texts = [f"── {tab.title} ──\n{self._plain_text(tab.ranks[0])}" for tab in tabs]
         text = "\n".join([*texts, self._note] if self._note else texts)
         update = self._begun or self._reserved
@@ -196,7 +196,7 @@ class Tabs:
         groups: list[tuple[list[int], str]] = []
         shown: list[object] = []
         for rank, section in self._sections.items():
-            content = (comparable(section.items), self._errors.get(rank)) if self._done else object()
+            content = (comparable_items(section.items), self._errors.get(rank)) if self._done else object()
             if content in shown:
                 groups[shown.index(content)][0].append(rank)
                 continue
@@ -211,7 +211,7 @@ class Tabs:
 
     def _plain_text(self, rank: int) -> str:
         shown = plain_of(self._sections[rank].items, None if self._done else LIVE_CHARACTERS)
-        parts = [shown, plain(self._errors.get(rank, ""))]
+        parts = [shown, strip_escapes(self._errors.get(rank, ""))]
         return "\n".join(part for part in parts if part)
 
 

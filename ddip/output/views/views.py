@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from ddip.errors import RankError
-from ddip.output.area import CellOutputArea, flush
-from ddip.output.transcript import Bundle, RankTranscript, labelled
+from ddip.output.area import CellOutputArea, flush_streams
+from ddip.output.transcript import Bundle, RankTranscript, add_label
 from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
 
 Errors: TypeAlias = Mapping[int, RankError]
@@ -93,7 +93,7 @@ class Plain:
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
         """Show the value of the cell's last line with a label."""
-        self._page.show(labelled(f"Out[{rank}:{number}]:", data), metadata)
+        self._page.show(add_label(f"Out[{rank}:{number}]:", data), metadata)
 
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the cell's output."""
@@ -116,7 +116,7 @@ class Plain:
             self._draw(name)
             if stream.flood is not None and self._in_place:
                 self._floods[name].show(stream.flood.live_text(0) if stream.flood.skipped else stream.flood.text)
-        flush()
+        flush_streams()
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
         """Write the final bars and the ends of truncated text; return False: `note` is not shown."""
@@ -130,5 +130,5 @@ class Plain:
             elif flood.left_out:
                 self._page.write(name, f"{flood.left_out}\n")
             self._page.write(name, flood.end_text)
-        flush()
+        flush_streams()
         return False

@@ -1,6 +1,7 @@
 """Carry a call of ``in_torchddp`` to the ranks and its answer back (``call/``, ``rank/kernel/call_runner.py``).
 
-A function or class of the notebook is pickled as a call of `sent`, which makes it empty; its state is set afterwards.
+A function or class of the notebook is pickled as a call of `make_definition`, which makes it empty; its state is set
+afterwards.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddip.protocol.objects.pickling import Loader, Pickled, bring, main_variables
+from ddip.protocol.objects.pickling import Loader, Pickled, main_variables, set_missing_variables
 
 NAME = "_in_torchddp"
 """Variable of the rank that holds the call, and later its answer."""
@@ -23,14 +24,14 @@ _own: list[Any] = []
 # -- functions and classes of the notebook
 
 
-def sent(number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def make_definition(number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Make a function or class of the notebook on this rank, and remember the notebook's `number` for it."""
     made = make(*args)
     _sent[id(made)] = (made, number)
     return made
 
 
-def own(number: int) -> Any:
+def notebook_definition(number: int) -> Any:
     """Return the notebook's own function or class for the `number` that a rank sent back."""
     return _own[number]
 
@@ -90,11 +91,11 @@ class Call:
         runner(self)
 
 
-def _refuse(call: Call) -> None:
+def _refuse_call(call: Call) -> None:
     raise RuntimeError("a call of in_torchddp runs on ranks, and this process is not a rank")
 
 
-runner: Callable[[Call], None] = _refuse
+runner: Callable[[Call], None] = _refuse_call
 """Function that runs a call; ``rank/kernel/call_runner.py`` sets it on a rank."""
 
 
@@ -111,10 +112,10 @@ class Answer:
     """Reason why the result could not be packed; otherwise empty."""
 
 
-def unpack(answer: Answer, sent: Sequence[Any]) -> Any:
+def unpack_answer(answer: Answer, sent: Sequence[Any]) -> Any:
     """Return the result of the call, in the notebook.
 
-    Functions and classes that were `sent` are the notebook's own objects again. Sets the globals that functions of the
+    Functions and classes that were sent are the notebook's own objects again. Sets the globals that functions of the
     result read and the notebook lacks. Raises what the pickled classes raise.
     """
     _own[:] = sent
@@ -123,7 +124,7 @@ def unpack(answer: Answer, sent: Sequence[Any]) -> Any:
         for name in answer.parts:
             value = loader.load(name)
             if name:
-                bring(main_variables(), {name: value})
+                set_missing_variables(main_variables(), {name: value})
         return value
     finally:
         _own.clear()

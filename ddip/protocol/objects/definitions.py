@@ -33,25 +33,25 @@ class _Unknown(Exception):
     """A part of a definition cannot be compared."""
 
 
-def digest(obj: types.FunctionType | type) -> str | None:
+def compute_digest(obj: types.FunctionType | type) -> str | None:
     """Return a digest of a definition, the same in every process; None if a part cannot be compared."""
     try:
-        return hashlib.sha256(_text(obj, ()).encode(errors="surrogatepass")).hexdigest()
+        return hashlib.sha256(_object_text(obj, ()).encode(errors="surrogatepass")).hexdigest()
     except (_Unknown, RecursionError):
         return None
 
 
-def _text(obj: Any, inside: tuple[Any, ...]) -> str:
+def _object_text(obj: Any, inside: tuple[Any, ...]) -> str:
     """Return `obj` as text; `inside` are the functions and classes that contain it."""
     if isinstance(obj, PLAIN) and type(obj) in PLAIN:
         return f"{type(obj).__name__} {obj!r}"
     if any(obj is outer for outer in inside):
         return f"again {obj.__qualname__}"
     inside = (*inside, obj) if isinstance(obj, (types.FunctionType, type)) else inside
-    return " ".join([type(obj).__name__, *(_text(part, inside) for part in _parts(obj))])
+    return " ".join([type(obj).__name__, *(_object_text(part, inside) for part in _defining_parts(obj))])
 
 
-def _parts(obj: Any) -> list[Any]:
+def _defining_parts(obj: Any) -> list[Any]:
     """Return the parts that define `obj`; raises _Unknown for a type that cannot be compared."""
     if isinstance(obj, (types.FunctionType, type)):
         if obj.__module__ != "__main__":
@@ -62,7 +62,7 @@ def _parts(obj: Any) -> list[Any]:
     if type(obj) in (dict, types.MappingProxyType):
         return [len(obj), *(part for item in obj.items() for part in item)]
     if type(obj) in (set, frozenset):
-        return [len(obj), *sorted(_text(part, ()) for part in obj)]
+        return [len(obj), *sorted(_object_text(part, ()) for part in obj)]
     if isinstance(obj, enum.Enum):
         return [type(obj).__qualname__, obj.name, obj.value]
     if isinstance(obj, types.CodeType):

@@ -33,7 +33,7 @@ from IPython.core.getipython import get_ipython
 
 from ddip.protocol.objects import definitions
 from ddip.protocol.rank_spec import STANDING_VARIABLES
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -155,7 +155,9 @@ def fill_cell(cell: CellType, state: tuple[Any]) -> None:
     (cell.cell_contents,) = state
 
 
-def function(code: CodeType, variables: dict[str, Any] | None, closure: tuple[CellType, ...] | None) -> FunctionType:
+def make_function(
+    code: CodeType, variables: dict[str, Any] | None, closure: tuple[CellType, ...] | None
+) -> FunctionType:
     """Make a function without attributes; its globals are `variables`, or for None those of ``__main__``."""
     return FunctionType(code, main_variables() if variables is None else variables, closure=closure)
 
@@ -181,7 +183,7 @@ def _reduce_cached_function(cached: Any) -> str | tuple[Any, ...]:
 
 
 def cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Wrap `function` with ``functools.lru_cache``; its cache is empty."""
+    """Wrap `make_function` with ``functools.lru_cache``; its cache is empty."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -219,7 +221,11 @@ def fill_enum(cls: type[enum.Enum], state: tuple[Callable[..., Any], Any, dict[s
 
 def _reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Reduce a class of ``__main__`` so that the receiver uses its own if that has the same definition."""
-    if cls.__module__ != "__main__" or cls.__qualname__ != cls.__name__ or (digest := definitions.digest(cls)) is None:
+    if (
+        cls.__module__ != "__main__"
+        or cls.__qualname__ != cls.__name__
+        or (digest := definitions.compute_digest(cls)) is None
+    ):
         return reduced
     make, args, state, _, _, fill = reduced
     return find_class, (cls.__name__, digest, make, args), (digest, fill, state), None, None, fill_class
@@ -228,14 +234,14 @@ def _reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 def find_class(name: str, digest: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
     """Return the receiver's class of that name if it has the same definition, otherwise a new one."""
     own = main_variables().get(name)
-    is_same = isinstance(own, type) and own.__module__ == "__main__" and definitions.digest(own) == digest
+    is_same = isinstance(own, type) and own.__module__ == "__main__" and definitions.compute_digest(own) == digest
     return own if is_same else make(*args)  # type: ignore[return-value]
 
 
 def fill_class(cls: type, state: tuple[str, Callable[..., Any], Any]) -> None:
     """Set the attributes of a class, unless it is the receiver's own class, which already has them."""
     digest, fill, attributes = state
-    if main_variables().get(cls.__name__) is not cls or definitions.digest(cls) != digest:
+    if main_variables().get(cls.__name__) is not cls or definitions.compute_digest(cls) != digest:
         fill(cls, attributes)
 
 
@@ -317,11 +323,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if home_of(obj) in self.homes:
             variables = None
             del attributes["__globals__"]
-            for name in itertools.chain.from_iterable(map(reads, codes(code))):
+            for name in itertools.chain.from_iterable(map(global_names, nested_codes(code))):
                 if name in obj.__globals__ and not name.startswith("__"):
                     self.globals.setdefault(name, obj.__globals__[name])
                     self.readers.setdefault(name, obj.__qualname__)
-        return function, (code, variables, obj.__closure__), (own, attributes), None, None, fill_function
+        return make_function, (code, variables, obj.__closure__), (own, attributes), None, None, fill_function
 
     def _reduce_torch_object(self, obj: Any, torch: Any) -> tuple[Any, ...] | None:
         _ensure_whole(obj, torch)
@@ -468,15 +474,15 @@ def is_elsewhere(obj: Any) -> bool:
     return obj.device.type not in ("cpu", "meta")
 
 
-def codes(code: CodeType) -> Iterator[CodeType]:
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield `code` and the code objects nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from codes(constant)
+            yield from nested_codes(constant)
 
 
-def reads(code: CodeType) -> list[str]:
+def global_names(code: CodeType) -> list[str]:
     """Return the global names that `code` reads."""
     return [step.argval for step in dis.get_instructions(code) if step.opname in READING_OPCODES]
 
@@ -557,7 +563,7 @@ class Graph(Generic[P]):
         return found
 
 
-def dump(value: Any) -> tuple[Pickled, bool]:
+def pickle_value(value: Any) -> tuple[Pickled, bool]:
     """Pickle `value`; returns it and whether any of its tensors was moved to the CPU.
 
     Raises what its classes raise.
@@ -636,7 +642,7 @@ def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any
     except Exception as error:
         reader = graph.pickler.readers.get(name) if name in packed.along else None
         what = f"{name}, which {reader} reads," if reader else name
-        packed.errors[what] = readable(f"{type(error).__name__}: {error}")
+        packed.errors[what] = escape_surrogates(f"{type(error).__name__}: {error}")
 
 
 def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping[str, Any]) -> list[str]:
@@ -659,7 +665,7 @@ def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping
 
 
 def home_of(function: FunctionType) -> str | None:
-    """Return the name of the module whose globals `function` reads.
+    """Return the name of the module whose globals `make_function` reads.
 
     ``%run`` removes ``__name__`` from these globals; then it is the function's ``__module__``.
     """
@@ -699,17 +705,17 @@ def main_variables() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-def lacks(variables: Mapping[str, Any], name: str) -> bool:
+def lacks_variable(variables: Mapping[str, Any], name: str) -> bool:
     """Return whether `name` is missing, or is a variable that was sent with a function and is unchanged."""
     if name in variables and name in _brought and not _is_unchanged(name, variables[name]):
         del _brought[name]
     return name not in variables or name in _brought
 
 
-def bring(variables: dict[str, Any], values: Mapping[str, Any]) -> None:
+def set_missing_variables(variables: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set the variables that were sent with functions, except those that the receiver has of its own."""
     for name, value in values.items():
-        if lacks(variables, name):
+        if lacks_variable(variables, name):
             variables[name] = value
             if isinstance(value, (FunctionType, type)):
                 _brought[name] = weakref.ref(value), None

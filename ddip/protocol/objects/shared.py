@@ -17,7 +17,7 @@ COPIED = 1 << 21
 """Bytes up to which a reader copies the data instead of keeping a mapping: mappings per process are limited."""
 
 
-def portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+def split_portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
     """Yield the bytes of `pieces` in portions of at most `size` bytes and `MOST_PIECES` buffers.
 
     Only the last portion is below both limits.
@@ -93,7 +93,7 @@ class SharedBytes:
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def close(self) -> None:
-        """Close the memory; mappings made by `view` stay valid. May be called twice."""
+        """Close the memory; mappings made by `map_file` stay valid. May be called twice."""
         if self._named:
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
@@ -102,7 +102,7 @@ class SharedBytes:
         self._descriptor, self._named = None, False
 
 
-def view(path: str) -> mmap.mmap:
+def map_file(path: str) -> mmap.mmap:
     """Map what another process has written at `path`, copy-on-write.
 
     Raises OSError if the path cannot be opened or mapped, and ValueError if the file is empty.

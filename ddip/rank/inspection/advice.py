@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ddip.protocol.reports import Advice, Checked
+from ddip.protocol.reports import Advice, AdviceReport
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import role_at, variable_of
 from ddip.rank.inspection.walk import Walk
@@ -39,7 +39,7 @@ def watch_samplers() -> None:
     DistributedSampler.__iter__ = wrapper  # type: ignore[method-assign]
 
 
-def advise(names: list[str], size: int) -> Checked:
+def find_advice(names: list[str], size: int) -> AdviceReport:
     """Return advice about the variables `names` (all if empty) on a rank of a group of `size` ranks."""
     walk = history.walk_now(checksums=False, keep=True)
     found = [*_optimizer_advice(walk), *_module_advice(walk), *_sampler_advice(walk)]

@@ -76,11 +76,11 @@ def _make_unusable(value: Any, sizes: list[str], ranks: list[str], size: int) ->
 def _raising_property(name: str, text: str, kind: type) -> property:
     """Return a property that raises a RuntimeError if read, and restores the class `kind` if set."""
 
-    def refuse(self: Any) -> Any:
+    def raise_error(self: Any) -> Any:
         raise RuntimeError(text)
 
     def set_value(self: Any, new: Any) -> None:
         self.__class__ = kind
         setattr(self, name, new)
 
-    return property(refuse, set_value)
+    return property(raise_error, set_value)

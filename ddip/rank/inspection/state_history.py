@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddip.rank import namespace
+from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import Path, Walk, variables_of
 from ddip.rank.runtime.gpu import gpu
 
@@ -168,7 +168,7 @@ class History:
         began = time.monotonic()
         try:
             if self._walk is None or self._walk[2] != checksums:
-                names = variables_of(namespace())
+                names = variables_of(user_namespace())
                 known_names = frozenset() if self.last is None else self.last.names
                 walk = Walk(names, known_names, checksums=checksums and gpu.state == "done")
                 self._walk, self._spent_seconds = (walk, walk.steps, checksums), 0.0
@@ -202,7 +202,7 @@ class History:
         Raises TimeoutError after `LONGEST_SECONDS`.
         """
         self.pause()
-        walk = Walk(variables_of(namespace()), known, checksums=checksums and gpu.state == "done", keep=keep)
+        walk = Walk(variables_of(user_namespace()), known, checksums=checksums and gpu.state == "done", keep=keep)
         end = time.monotonic() + LONGEST_SECONDS
         for _ in walk.steps:
             if time.monotonic() > end:
@@ -219,7 +219,7 @@ def is_recorded(whole: bool) -> bool:
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def pause_recording() -> Iterator[None]:
     """Suspend recording while something other than a cell changes variables."""
     history.pause()
     try:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from ddip.protocol.reports import AtRest, Compared, Described
+from ddip.protocol.reports import ChangedConstant, Compared, Described
 from ddip.rank.inspection.state_history import Snapshot, history
 from ddip.rank.inspection.walk import Path, Walk
 
@@ -40,7 +40,7 @@ _by_hash: dict[int, Path] = {}
 """Paths of that walk by their hashes."""
 
 
-def snapshots(failed: str) -> list[str]:
+def list_snapshots(failed: str) -> list[str]:
     """Return the names of the cells that have a snapshot, the latest first.
 
     `failed` is the name of a cell that has failed on some rank, or "". Snapshots that were taken after it began are
@@ -51,7 +51,7 @@ def snapshots(failed: str) -> list[str]:
     return history.cells
 
 
-def compare(cells: list[str], after_fault: bool) -> Compared:
+def hash_variables(cells: list[str], after_fault: bool) -> Compared:
     """Walk over the variables and return their hashes, to be compared with those of other ranks.
 
     `cells` names the cells with a snapshot on every rank, the latest first. Raises TimeoutError if the walk takes too
@@ -73,14 +73,14 @@ def compare(cells: list[str], after_fault: bool) -> Compared:
     }
 
 
-def forget() -> None:
+def free_walk() -> None:
     """Free the walk of the last comparison."""
     global _walk
     _walk = None
     _by_hash.clear()
 
 
-def describe(hashes: list[int]) -> dict[int, Described]:
+def describe_paths(hashes: list[int]) -> dict[int, Described]:
     """Return path, value and owner by hash, for those of the path `hashes` that this rank has."""
     assert _walk is not None
     found: dict[int, Described] = {}
@@ -122,14 +122,14 @@ def _pack_hashes(values: Mapping[Path, Any]) -> bytes:
     return packed.tobytes()
 
 
-def _find_changed_flags(walk: Walk, last: Snapshot, former: Snapshot) -> list[AtRest]:
+def _find_changed_flags(walk: Walk, last: Snapshot, former: Snapshot) -> list[ChangedConstant]:
     """Return flags, constants and empty containers that were equal after both good cells and differ now.
 
     Only variables that the last good cell changed are considered, as the usual state of others is unknown. Variables
     themselves are left out, because the failed cell may have set them on purpose, and so are gradients and training
     modes.
     """
-    found: list[AtRest] = []
+    found: list[ChangedConstant] = []
     changed_variables = {
         variable_of(path) for path, value in last.values.items() if former.values.get(path, MISSING) != value
     }

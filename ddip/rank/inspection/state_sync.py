@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ddip.protocol.reports import Synced
-from ddip.rank import namespace
+from ddip.rank import user_namespace
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import LENGTHS, VERSION, hash_of, variable_of
@@ -64,7 +64,7 @@ class _Plan:
     """Paths that are not copied, with the reason."""
 
 
-def sync(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
+def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
     """Copy differing values in the variables `names` or at `paths` from rank `source` to the others.
 
     `paths` has hashes of paths. Values that differed after the good cell ``cells[0]`` differ by design and are not
@@ -216,8 +216,8 @@ def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, A
         ids = {id(item): path for path, item in walk.objects.items()} if how == "item" and type(key) is int else {}
         leaves[base] = holder, how, _Id(ids[key]) if key in ids else key, value
         return
-    if base in namespace():
-        leaves[base] = "", "variable", base, namespace()[base]
+    if base in user_namespace():
+        leaves[base] = "", "variable", base, user_namespace()[base]
 
 
 def _leaf_at(owner: Any, how: str, key: Any) -> Any:
@@ -393,7 +393,7 @@ def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
 def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
     match how:
         case "variable":
-            namespace()[key] = value
+            user_namespace()[key] = value
         case "item":
             base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
             base.__setitem__(owner, key, value)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ddip.protocol.remote import call, without_bytes
+from ddip.protocol.remote import call_target, without_bytes
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -31,15 +31,15 @@ def answer_request(request: dict[str, Any], loop: IOLoop, send: Callable[..., ob
     """
     target, args = request["target"], request["args"]
     if not request.get("own_thread"):
-        _send_reply(send, call(target, *args))
+        _send_reply(send, call_target(target, *args))
         return
 
-    def run() -> None:
+    def run_request() -> None:
         threading.current_thread().ddip_cell = None  # type: ignore[attr-defined]  # not started by a cell
-        reply = call(target, *args)
+        reply = call_target(target, *args)
         loop.add_callback(_send_reply, send, reply)
 
-    threading.Thread(target=run, name=THREAD, daemon=True).start()
+    threading.Thread(target=run_request, name=THREAD, daemon=True).start()
 
 
 def _send_reply(send: Callable[..., object], reply: dict[str, Any]) -> None:

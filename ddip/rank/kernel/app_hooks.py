@@ -22,7 +22,7 @@ def _call_if_defined(module: str, function: str, *args: Any) -> None:
         run(*args)
 
 
-def prepare(module: str) -> None:
+def prepare_app(module: str) -> None:
     """Set up the app in `module` after this rank has joined the group, and install its cell hooks."""
     global before, after
     _call_if_defined(module, "prepare")
@@ -30,12 +30,12 @@ def prepare(module: str) -> None:
     before, after = getattr(app, "begin_cell", None), getattr(app, "end_cell", None)
 
 
-def rejoined(module: str) -> None:
+def notify_app_rejoined(module: str) -> None:
     """Notify the app that this rank has joined a rebuilt group."""
     _call_if_defined(module, "rejoined")
 
 
-def release(module: str) -> None:
+def release_app(module: str) -> None:
     """Remove the app's cell hooks and let the app clean up before this rank leaves the group."""
     global before, after
     before = after = None
@@ -52,10 +52,10 @@ def call_hook(hook: Callable[..., None], *args: Any) -> None:
         hook(*args)
     except Exception as error:
         header = f"ddip: {hook.__name__}() of the app {hook.__module__} failed:"
-        print(header, *tracebacks.tell(error, None).traceback, sep="\n", file=sys.stderr)
+        print(header, *tracebacks.format_error(error, None).traceback, sep="\n", file=sys.stderr)
 
 
-def command(module: str, text: str) -> str | None:
+def run_app_command(module: str, text: str) -> str | None:
     """Run a ``%%dip -a`` command and return the app's text answer, or None if it is not text.
 
     Raises ValueError if the app takes no commands.

@@ -22,14 +22,14 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 from ddip.protocol.objects import calls, definitions, pickling
-from ddip.protocol.objects.calls import NAME, Answer, Call, Source, forget_sent, number_of, own
+from ddip.protocol.objects.calls import NAME, Answer, Call, Source, forget_sent, notebook_definition, number_of
 from ddip.protocol.reports import CallNotes
-from ddip.rank import namespace
+from ddip.rank import user_namespace
 from ddip.rank.kernel import app_hooks
 
 IMPORTS = "<imports of in_torchddp>"
 _notes: CallNotes = {"other": [], "used": {}}
-"""Notes on the last call, until `forget` returns them."""
+"""Notes on the last call, until `drop_call_answer` returns them."""
 
 
 # -- the call
@@ -38,7 +38,7 @@ _notes: CallNotes = {"other": [], "used": {}}
 def run_call(call: Call) -> None:
     """Run `call`; on rank 0, store the `Answer` in the variable that held the call."""
     __tracebackhide__ = True
-    variables = namespace()
+    variables = user_namespace()
     variables.pop(NAME, None)
     _register_sources({**call.sources, IMPORTS: Source(call.imports.splitlines(True), None)})
     answer = None
@@ -55,7 +55,7 @@ def run_call(call: Call) -> None:
     finally:
         forget_sent()
         if call.app:
-            app_hooks.release(call.app)
+            app_hooks.release_app(call.app)
     if answer is not None:
         variables[NAME] = answer
 
@@ -92,7 +92,7 @@ def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any],
             names[name] = found[name] = value  # unpickling the next value may run code that reads this name
     fn, args, kwargs, needed = unpickler.load()
     found.update(needed)
-    local = namespace()
+    local = user_namespace()
     _notes["other"] = [name for name, value in found.items() if name in local and _is_different(local[name], value)]
     _notes["used"] = {name: why for name, why in call.left.items() if name in local and name not in imported}
     names.update(found)
@@ -108,11 +108,11 @@ def _is_different(local: Any, sent: Any) -> bool:
     if local is sent:
         return False
     if isinstance(local, (types.FunctionType, type)) and isinstance(sent, (types.FunctionType, type)):
-        return definitions.digest(local) != definitions.digest(sent)
+        return definitions.compute_digest(local) != definitions.compute_digest(sent)
     if type(local) is not type(sent):
         return type(local).__qualname__ != type(sent).__qualname__
     try:
-        local_pickle, sent_pickle = pickling.dump(local)[0], pickling.dump(sent)[0]
+        local_pickle, sent_pickle = pickling.pickle_value(local)[0], pickling.pickle_value(sent)[0]
         return local_pickle.joined() != sent_pickle.joined() and not bool(local == sent)
     except Exception:
         return True
@@ -131,7 +131,7 @@ class _Pickler(pickling.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         number = number_of(obj)
-        return super().reducer_override(obj) if number is None else (own, (number,))
+        return super().reducer_override(obj) if number is None else (notebook_definition, (number,))
 
 
 def _pack_result(result: Any, known: Collection[str]) -> Answer:
@@ -143,9 +143,9 @@ def _pack_result(result: Any, known: Collection[str]) -> Answer:
     return Answer(kind, {name: [*map(pickle.PickleBuffer, pickled.parts)] for name, pickled in dumped.pickled.items()})
 
 
-def forget() -> CallNotes:
+def drop_call_answer() -> CallNotes:
     """Drop the answer of the last call and return the notes on that call; may run while a cell runs."""
-    namespace().pop(NAME, None)
+    user_namespace().pop(NAME, None)
     notes: CallNotes = {"other": _notes["other"], "used": _notes["used"]}
     _notes["other"], _notes["used"] = [], {}
     return notes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddip.protocol.cell_messages import Asked
-from ddip.protocol.remote import call
+from ddip.protocol.cell_messages import CellOptions
+from ddip.protocol.remote import call_target
 from ddip.protocol.reports import CellReport, IterationReport
 from ddip.rank.kernel.shell import RankShell
 from ddip.rank.runtime import c10d, stacks
@@ -21,19 +21,19 @@ _unchecked: list[str] = []
 @stacks.runs_around_cells
 def _call_checked(target: str, *args: Any) -> Any:
     """Return the result of ``call(target, *args)``, or None after an error, which is then reported."""
-    reply = call(target, *args)
+    reply = call_target(target, *args)
     if "error" in reply:
         _unchecked.append(f"{target}: {reply['error']}: {reply['message']}")
     return reply.get("ok")
 
 
-def begin_cell(asked: Asked) -> None:
+def begin_cell(asked: CellOptions) -> None:
     """Record the state that the cell may change."""
     _unchecked.clear()
     _call_checked("process_group.membership.begin_cell")
     _call_checked("objects.iteration.begin_cell")
     _call_checked("runtime.process_settings.begin_cell")
-    _call_checked("runtime.current.begin", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+    _call_checked("runtime.current.begin_cell", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
 
 
 @stacks.runs_around_cells
@@ -43,20 +43,20 @@ def build_report(shell: RankShell) -> CellReport:
     Errors in ddip itself are put into the report instead of raised: the notebook must learn that the cell has ended.
     """
     report: CellReport = {"released": False, "state": "none"}
-    reply = call("process_group.membership.report")
+    reply = call_target("process_group.membership.report_state")
     if "ok" in reply:
         report.update(reply["ok"])
         report["released"] = report["released"] or c10d.is_connection_lost(shell.raised)
     else:
         report["fault"] = f"{reply['error']}: {reply['message']}"
-    report["iteration"] = _call_checked("objects.iteration.report") or UNKNOWN
-    report["gpu"] = _call_checked("runtime.gpu.settle") or "under way"
+    report["iteration"] = _call_checked("objects.iteration.report_position") or UNKNOWN
+    report["gpu"] = _call_checked("runtime.gpu.settle_gpu") or "under way"
     if report["gpu"] == "lost":
         report["gpu_lost"] = gpu.lost
     replaced = _call_checked("process_group.membership.find_replaced")
     if replaced:
         report["replaced"] = replaced
-    aborted = _call_checked("process_group.aborted_tensors.take")
+    aborted = _call_checked("process_group.aborted_tensors.take_reports")
     if aborted:
         report["aborted"] = aborted
     settings = _call_checked("runtime.process_settings.end_cell", shell.raised)
@@ -66,7 +66,7 @@ def build_report(shell: RankShell) -> CellReport:
         report["unchecked"] = _unchecked[:]
     report["at"] = shell.raised_at or time.time()
     if shell.raised is not None:
-        report["waited"] = call("process_group.membership.waited_in", shell.raised).get("ok", "")
+        report["waited"] = call_target("process_group.membership.waited_in", shell.raised).get("ok", "")
     elif shell.caught is not None:
         caught = shell.caught
         report["caught"] = {"name": caught.name, "message": caught.message, "traceback": caught.traceback}

@@ -34,12 +34,12 @@ def die_with(owner: int) -> None:
             os._exit(1)
         return
 
-    def watch() -> None:
+    def watch_owner() -> None:
         while os.getppid() == owner:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, name="ddip-owner", daemon=True).start()
+    threading.Thread(target=watch_owner, name="ddip-owner", daemon=True).start()
 
 
 def _exit_quickly(code: int) -> NoReturn:
@@ -77,9 +77,9 @@ def main() -> None:
 
     gc.enable()
     freed.keep_freed_memory()
-    membership.watch()
-    iteration.watch()
-    dump.listen(run_folder, os.getpid())
+    membership.install_hooks()
+    iteration.watch_training()
+    dump.register_handler(run_folder, os.getpid())
     log = os.fdopen(os.dup(2), "w")  # ipykernel replaces descriptor 2 with a pipe
     faulthandler.enable(log)  # writes a traceback to the log if the process crashes
     RankEngine.start_log = log

@@ -85,7 +85,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
 
     def find_connection_file(self) -> None:
         """Wait for the controller's connection file, polling it more often than ipyparallel does."""
-        while "" in sys.path:  # added by ipyparallel; `membership.join` sets the path of the notebook later
+        while "" in sys.path:  # added by ipyparallel; `membership.join_group` sets the path of the notebook later
             sys.path.remove("")
         super().find_connection_file()
         if self.connection_info:
@@ -103,7 +103,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         blocked_here = [signal.SIGTERM]
         unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, blocked_here)  # C code: cannot be interrupted
 
-        def before() -> None:  # block SIGTERM until the child has reset its handler
+        def block_sigterm() -> None:  # block SIGTERM until the child has reset its handler
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             blocked_here[:] = [] if signal.SIGTERM in mask else [signal.SIGTERM]  # a cell may have blocked it already
 
@@ -111,7 +111,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
             if signal.getsignal(signal.SIGTERM) == self._signal_stop:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-        os.register_at_fork(before=before, after_in_parent=unblock, after_in_child=in_child)
+        os.register_at_fork(before=block_sigterm, after_in_parent=unblock, after_in_child=in_child)
         os.register_at_fork(after_in_child=unblock)
 
     async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:

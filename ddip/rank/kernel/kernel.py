@@ -11,15 +11,15 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
                   |                                          +---- os.kill(SIGINT) ------> _interrupt
                   |                                          |                             | KeyboardInterrupt,
                   | after 0.5 s, or a second press           |                             | now or at a later try
-        ABORT  -------- "ddip_request", release ---------> membership.release              |
+        ABORT  -------- "ddip_request", release ---------> membership.release_group        |
                                                              +-- cuts sockets, or          |
                                                              |   aborts nccl ------------> | a collective ends
                                                              +-- thread ddip-release ----> | a lost wait ends
                                                                                            |
-    Replied -> CellInterrupted  <------ reply with error and report, shell channel ------- _end_cell
+    RankReplied -> CellInterrupted <--- reply with error and report, shell channel ------- _end_cell
 
-1. The press. During a foreground cell, SIGINT only puts an event into the cell's queue (``stopping.calling``, set by
-   ``Cells.admit``): a KeyboardInterrupt could be raised between any two instructions of ddip, which would then lose
+1. The press. During a foreground cell, SIGINT only puts an event into the cell's queue (``stopping.call_on_press``, set
+   by ``Cells.admit``): a KeyboardInterrupt could be raised between any two instructions of ddip, which would then lose
    the cell. The thread that follows the cell takes the event; ``CellState.step`` decides, and ``RunningCell`` acts. A
    background cell has its own thread, and ``%dipstop`` puts the same event into its queue. ``--timeout`` has the same
    effect, and ``Ranks.ask_each`` interrupts ddip's own requests, such as a push, in the same way.
@@ -39,19 +39,19 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
        around a cell's code   `_interrupt` keeps it until the code begins, or drops it if the code has ended
        a cell's code          `_interrupt` raises KeyboardInterrupt, except in code to which it would do damage:
                                   a finalizer or a hook of IPython would swallow it    ``stacks.may_interrupt``
-                                  half an import leaves a broken library behind        ``libraries.Patience``
-                                  ``with`` would leave a lock or a setting behind      ``libraries.Patience``
+                                  half an import leaves a broken library behind        ``libraries.InterruptDelay``
+                                  ``with`` would leave a lock or a setting behind      ``libraries.InterruptDelay``
                               There, `_retry_interrupt` tries again; the last two delay it for a limited time. It also
                               tries again when a callback of ``os.fork`` has swallowed it.
        a cell that awaits     `_cancel_on_sigint` cancels it while it waits, and raises while it computes
 
 4. The collectives. A main thread that waits in gloo is in C++, where no handler can run. For ABORT,
-   ``ProcessGroupManager.release`` makes a file store unreadable and calls ``membership.release`` on the control thread
-   of each rank. On the CPU, that shuts down the connections between the ranks, and gloo raises. On a GPU, it aborts
-   nccl, after which nothing raises; so if work is under way, it interrupts the cell first. Two kinds of waits remain,
-   and the thread ``ddip-release`` ends them (``released_waits.py``). One is gloo's wait for the rest of a message. It
-   ends as if the rest had arrived, so the cell is interrupted before. When the wait has ended, Python handles the
-   signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error ends the
+   ``ProcessGroupManager.release`` makes a file store unreadable and calls ``membership.release_group`` on the control
+   thread of each rank. On the CPU, that shuts down the connections between the ranks, and gloo raises. On a GPU, it
+   aborts nccl, after which nothing raises; so if work is under way, it interrupts the cell first. Two kinds of waits
+   remain, and the thread ``ddip-release`` ends them (``released_waits.py``). One is gloo's wait for the rest of a
+   message. It ends as if the rest had arrived, so the cell is interrupted before. When the wait has ended, Python
+   handles the signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error ends the
    cell, and the report says where the rank had waited (``membership.waited_in``).
 
 5. The way back. The exception ends the cell's code, and ``RankShell.showtraceback`` formats it. `_run_interruptibly`
@@ -93,9 +93,9 @@ from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
 from ddip.protocol import cell_messages, compat_ipython
-from ddip.protocol.cell_messages import Asked, CellReply, CellRequest
-from ddip.protocol.text import packing
-from ddip.rank.inspection.state_history import history, paused
+from ddip.protocol.cell_messages import CellOptions, CellReply, CellRequest
+from ddip.protocol.text import accept_surrogates
+from ddip.rank.inspection.state_history import history, pause_recording
 from ddip.rank.kernel import answers, app_hooks, refusals
 from ddip.rank.kernel.cell_report import begin_cell, build_report
 from ddip.rank.kernel.shell import RankShell
@@ -103,7 +103,7 @@ from ddip.rank.objects import live_objects
 from ddip.rank.process_group import membership
 from ddip.rank.profiling import profiling
 from ddip.rank.runtime import libraries, tracebacks
-from ddip.rank.runtime.aside import Aside
+from ddip.rank.runtime.aside import InterpreterSettings
 from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
 from ddip.rank.runtime.stacks import may_interrupt, never_interrupted, runs_around_cells
@@ -157,17 +157,17 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
             super()._publish_status(status, channel, parent)
 
 
-def _kind(request: dict[str, Any]) -> str:
+def _message_type(request: dict[str, Any]) -> str:
     return str(request.get("header", {}).get("msg_type", ""))
 
 
 def _is_cell(request: dict[str, Any]) -> bool:
-    return _kind(request) == cell_messages.REQUEST
+    return _message_type(request) == cell_messages.REQUEST
 
 
 def _needs_reply_only(request: dict[str, Any]) -> bool:
     """Return whether clients need only the reply of `request`, and none of its status messages."""
-    return "doing" in request.get("metadata", {}) or _kind(request) in ("ddip_request", "ddip_interrupt")
+    return "doing" in request.get("metadata", {}) or _message_type(request) in ("ddip_request", "ddip_interrupt")
 
 
 class _NoShellThread:
@@ -259,13 +259,13 @@ class RankKernel(CellKernel):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.session.pack = packing(self.session.pack)
-        self._aside: Aside | None = None
+        self.session.pack = accept_surrogates(self.session.pack)
+        self._aside: InterpreterSettings | None = None
         tag_threads_with_cells()
         self._cell: str | None = None
         self._interrupt_target: str | None = None
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._retry_swallowed_interrupt
-        live_objects.freeze()  # objects of the imports so far are never garbage
+        live_objects.freeze_existing()  # objects of the imports so far are never garbage
 
     # An interrupt must end only the code of a cell. In ipykernel's own code, before or after the cell, it would lose
     # the reply, and the notebook would wait indefinitely.
@@ -280,7 +280,7 @@ class RankKernel(CellKernel):
         assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
-        self._patience = libraries.Patience()
+        self._patience = libraries.InterruptDelay()
         self._interrupt_target = None  # the last cell may have ignored the signal that was sent for it
         self.saved_sigint_handler = signal.signal(signal.SIGINT, self._interrupt)
 
@@ -310,7 +310,7 @@ class RankKernel(CellKernel):
         """Raise an interrupt at `frame` in the cell's own code, or retry later if that would corrupt state."""
         wait = self._patience.wait(frame)
         if wait is None:
-            raise libraries.interrupt(frame)
+            raise libraries.make_interrupt(frame)
         self._retry_interrupt(wait)
 
     def _retry_interrupt(self, seconds: float = libraries.AGAIN_SECONDS) -> None:
@@ -335,7 +335,7 @@ class RankKernel(CellKernel):
         with super()._cancel_on_sigint(future):
             cancel: Any = signal.getsignal(signal.SIGINT)
 
-            def interrupt(number: int, frame: FrameType | None) -> None:
+            def handle_sigint(number: int, frame: FrameType | None) -> None:
                 if self._missed_its_cell():
                     return
                 if not may_interrupt(frame):
@@ -343,7 +343,7 @@ class RankKernel(CellKernel):
                 else:
                     self._raise_or_wait(frame)
 
-            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGINT, handle_sigint)
             yield
 
     def _interrupt_cell(self, cell: str | None) -> None:
@@ -372,11 +372,11 @@ class RankKernel(CellKernel):
         run = partial(self.run_in_shell, request["code"], request["silent"], request["history"])
         return await self._run_and_report(request["silent"], request["asked"], run)
 
-    async def _run_and_report(self, silent: bool, asked: Asked, run: Run) -> CellReply:
+    async def _run_and_report(self, silent: bool, asked: CellOptions, run: Run) -> CellReply:
         try:
             header = None if silent else self._begin_output(asked)
             self.shell.begin_cell()
-            self._aside = self._aside or Aside(self.parent.end_process, self._print_message)
+            self._aside = self._aside or InterpreterSettings(self.parent.end_process, self._print_message)
             try:
                 reply = await self._run_interruptibly(silent, run)
             except GeneratorExit:  # the event loop has been closed
@@ -392,19 +392,19 @@ class RankKernel(CellKernel):
             return cast(CellReply, {**reply, "silent": True})  # the notebook waits for no more messages
 
     @runs_around_cells
-    def _begin_output(self, asked: Asked) -> dict[str, Any]:
+    def _begin_output(self, asked: CellOptions) -> dict[str, Any]:
         """Attribute output and state changes from now on to the new cell; return the header of its request."""
         header: dict[str, Any] = self.get_parent("shell")["header"]
         self.begin_counting()
         self._number_cell(asked.get("number"))
         if "log" in asked:
-            cell_log.begin(header["msg_id"], asked["log"], membership.standing["rank"])
+            cell_log.open_log(header["msg_id"], asked["log"], membership.standing["rank"])
         for stream in self._streams:
             stream.begin_cell(header, asked.get("limit", sys.maxsize))
         is_shared = len(asked.get("ranks", ())) == membership.standing.get("world_size")
         history.begin_cell(asked.get("name", ""), is_shared)
         cells.begin()
-        profiling.ask(asked.get("profile", ""))
+        profiling.request_recording(asked.get("profile", ""))
         begin_cell(asked)
         return header
 
@@ -417,7 +417,7 @@ class RankKernel(CellKernel):
             self._allow_interrupts()
             if app_hooks.before is not None and not silent:
                 app_hooks.call_hook(app_hooks.before)
-            profiling.begin()
+            profiling.begin_recording()
             reply = await run()
             if app_hooks.after is not None and not silent:
                 app_hooks.call_hook(app_hooks.after, self.shell.raised)
@@ -430,7 +430,7 @@ class RankKernel(CellKernel):
         finally:
             self._interruptible = False
             signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set another handler
-            profiling.end()
+            profiling.end_recording()
             self._aside.put()
             self.aborted.discard(self._cell)
             self._cell = None
@@ -452,7 +452,7 @@ class RankKernel(CellKernel):
             for stream in self._streams:
                 stream.flush_all()
             text = None if raised is None else self.shell.find_formatted(raised)
-            self._streams[1].write(cell_log.end(header["msg_id"], [] if text is None else text.traceback))
+            self._streams[1].write(cell_log.finish_log(header["msg_id"], [] if text is None else text.traceback))
         cells.end(raised)
         history.end_cell(raised is None and self.shell.caught is None)
         if raised is None:
@@ -486,7 +486,7 @@ class RankKernel(CellKernel):
     def _error_reply(self, method: str, error: BaseException) -> dict[str, Any]:
         """Return the reply for an `error` that IPython did not handle."""
         self.require_idle_message()
-        text = self.shell.find_formatted(error) or tracebacks.tell(error, None)
+        text = self.shell.find_formatted(error) or tracebacks.format_error(error, None)
         return {
             "status": "error",
             "ename": text.name,
@@ -522,7 +522,7 @@ class RankKernel(CellKernel):
         try:
             try:
                 self._allow_interrupts()
-                with paused():
+                with pause_recording():
                     return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
             finally:
                 self._interruptible = False

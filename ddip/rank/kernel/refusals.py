@@ -51,11 +51,11 @@ def install_refusals(shell: Any) -> None:
 def _make_refusal(text: str) -> Callable[..., NoReturn]:
     """Return a function that raises UsageError with this `text`, whatever its arguments."""
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def raise_refusal(*_: Any, **__: Any) -> NoReturn:
         __tracebackhide__ = True  # IPython omits this frame
         raise UsageError(text)
 
-    return refuse
+    return raise_refusal
 
 
 def is_debugger(prompt: str) -> bool:

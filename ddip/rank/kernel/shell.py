@@ -30,7 +30,7 @@ from ddip.rank.kernel import refusals
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import c10d, stacks, tracebacks
 from ddip.rank.runtime.housekeeping import attribute_of
-from ddip.rank.runtime.tracebacks import Told
+from ddip.rank.runtime.tracebacks import ErrorText
 from ddip.rank.streams.streams import RankDisplay
 
 INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
@@ -68,9 +68,9 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     """Time at which the cell raised, on ``time.time``: formatting its traceback takes longer on some ranks."""
     raised: BaseException | None = None
     """The exception that the cell raised."""
-    caught: Told | None = None
+    caught: ErrorText | None = None
     """The last exception that the cell's own code caught and showed."""
-    _last_formatted: tuple[BaseException, Told] | None = None
+    _last_formatted: tuple[BaseException, ErrorText] | None = None
     """The exception that was formatted last, with its text."""
     _caught_by_magic: BaseException | None = None
     """The exception that the running magic has caught."""
@@ -117,7 +117,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         self.begin_cell()
         tracebacks.forget_sources()
 
-    def find_formatted(self, error: BaseException | None) -> Told | None:
+    def find_formatted(self, error: BaseException | None) -> ErrorText | None:
         """Return the text of `error` if that was formatted last; for None, return the last text in any case."""
         last = self._last_formatted
         return last[1] if last and (error is None or error is last[0]) else None
@@ -199,13 +199,17 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         """Show the current error of a cell that cannot be parsed, by way of `showtraceback`."""
         self.showtraceback(filename=filename, running_compiled_code=running_compiled_code)
 
-    def _format_error(self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool) -> Told:
+    def _format_error(
+        self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool
+    ) -> ErrorText:
         if membership.is_released(error):
-            return Told(type(error).__name__, str(error), [])
+            return ErrorText(type(error).__name__, str(error), [])
         quick = type(error).__name__ in INTERRUPTS or c10d.is_broken_connection(error)
         if quick:  # often raised on all ranks, and all but the first are dropped
-            return tracebacks.tell(error, None)
-        return tracebacks.tell(error, lambda: self._ipython_traceback(error, tb_offset, exception_only, compiled))
+            return tracebacks.format_error(error, None)
+        return tracebacks.format_error(
+            error, lambda: self._ipython_traceback(error, tb_offset, exception_only, compiled)
+        )
 
     def _ipython_traceback(
         self, error: BaseException, tb_offset: int | None, exception_only: bool, compiled: bool
@@ -225,7 +229,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
 
     def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the entry for IPython 9's session history, reusing the traceback that was formatted last."""
-        text = self.find_formatted(exception) or Told(type(exception).__name__, "", [])
+        text = self.find_formatted(exception) or ErrorText(type(exception).__name__, "", [])
         return {"ename": text.name, "evalue": text.message, "traceback": text.traceback}
 
 

@@ -32,17 +32,17 @@ DISTRIBUTED_FOLDER = f"{Path(torch.distributed.__file__).parent}{os.sep}"
 """Folder of the functions that begin a collective and wait for it in separate steps."""
 
 
-def prepare(function: Callable[[FrameType], object]) -> Callable[[], None]:
+def prepare_call(function: Callable[[FrameType], object]) -> Callable[[], None]:
     """Return a function that has the main thread call ``function(frame)`` once, with its current frame.
 
     `function` must not raise. Call this once per function and keep the result, since pending calls need it.
     """
 
-    def call(_: Any) -> int:
+    def call_function(_: Any) -> int:
         function(sys._getframe(1))
         return 0
 
-    in_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(call)
+    in_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(call_function)
 
     def request_call() -> None:
         ctypes.pythonapi.Py_AddPendingCall(in_c, None)

@@ -2,8 +2,8 @@
 
 A rank that waits in a collective is in C++ and cannot be interrupted. When the connections of its group are shut down,
 gloo's thread sees that they are closed, and the collective raises. gloo has no other way: its only timeout is that of
-the group, half an hour by default. `fence` makes Linux drop all packets for gloo's listening sockets, since gloo keeps
-these open.
+the group, half an hour by default. `fence_listeners` makes Linux drop all packets for gloo's listening sockets, since
+gloo keeps these open.
 
 The sockets are found among the file descriptors of the process, by the two ends of their connections.
 Risk: a user's socket with the same ends, which is impossible, or a descriptor that is closed in the meantime, so each
@@ -79,17 +79,17 @@ def list_sockets() -> tuple[dict[int, tuple[Any, ...]], list[Ends]]:
     return listening, connected
 
 
-def listeners() -> dict[int, tuple[Any, ...]]:
+def listening_sockets() -> dict[int, tuple[Any, ...]]:
     """Return host and port of each listening socket, by its descriptor."""
     return list_sockets()[0]
 
 
-def connections() -> list[Ends]:
+def tcp_connections() -> list[Ends]:
     """Return both ends of each TCP connection of this process."""
     return list_sockets()[1]
 
 
-def fence(numbers: Collection[int]) -> None:
+def fence_listeners(numbers: Collection[int]) -> None:
     """Make Linux drop all packets for these listening sockets, so that no one can connect to them.
 
     `numbers` are their descriptors. Existing connections are not affected. gloo does not stop listening when it has
@@ -103,7 +103,7 @@ def fence(numbers: Collection[int]) -> None:
 
 
 def remove_fence(numbers: Collection[int]) -> None:
-    """Remove the packet filter of `fence` from these sockets."""
+    """Remove the packet filter of `fence_listeners` from these sockets."""
     _set_option(numbers, SO_DETACH_FILTER, 0)
 
 
@@ -131,9 +131,9 @@ def can_shut_down() -> bool:
 
 
 def can_fence() -> bool:
-    """Return whether the system accepts the packet filter of `fence`."""
+    """Return whether the system accepts the packet filter of `fence_listeners`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        fence([server.fileno()])
+        fence_listeners([server.fileno()])
         try:
             server.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)  # ENOENT if no filter is attached
         except OSError:
@@ -143,13 +143,13 @@ def can_fence() -> bool:
 
 def own_connections(ports: Collection[int]) -> list[Ends]:
     """Return both ends of each connection of this process to itself through one of `ports`."""
-    pairs = connections()
+    pairs = tcp_connections()
     reversed_ends = {(*ends[2:], *ends[:2]) for ends in pairs}
     return [ends for ends in pairs if ends in reversed_ends and (ends[1] in ports or ends[3] in ports)]
 
 
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
-    """Shut down these `connections`, and those that were accepted at `ports`; return their number.
+    """Shut down these `tcp_connections`, and those that were accepted at `ports`; return their number.
 
     Threads that wait on one of them are unblocked at once. The descriptors stay open for their owners to close.
     """

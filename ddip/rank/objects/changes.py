@@ -37,7 +37,7 @@ _wrapper_parameters: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tenso
 """Trainable parameters of each wrapper, as weak references because hooks of a parameter may hold the wrapper."""
 
 
-def watch() -> None:
+def watch_optimizers() -> None:
     """Patch `Optimizer.add_param_group` to record each new optimizer; call this once per process."""
     original = Optimizer.add_param_group
 
@@ -74,7 +74,7 @@ def _add_owner(owner: nn.Module | Optimizer) -> None:
     _owners[owner].before = _count_writes(owner)
 
 
-def forget(wrapper: nn.Module) -> None:
+def stop_counting(wrapper: nn.Module) -> None:
     """Stop counting writes for `wrapper`, which is no longer used."""
     _owners.pop(wrapper, None)
 
@@ -85,7 +85,7 @@ def begin_cell() -> None:
         record.before = _count_writes(owner)
 
 
-def count() -> dict[str, int]:
+def writes_by_owner() -> dict[str, int]:
     """Return how often the cell has written to each owner's parameters, by the owner's name.
 
     Garbage may be collected on one rank earlier than on another, so the notebook compares owners that all ranks have.

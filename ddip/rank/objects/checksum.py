@@ -26,7 +26,7 @@ WEIGHT = 2654435761
 """Knuth's multiplier, which makes the checksum depend on the order of the rows."""
 
 
-def checksum(tensors: list[Tensor]) -> tuple[int | None, ...]:
+def tensor_checksums(tensors: list[Tensor]) -> tuple[int | None, ...]:
     """Return a checksum for each tensor; equal tensors have equal checksums on any device."""
     return tuple(Checksum(tensor).finish() for tensor in tensors)
 

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddip.protocol.reports import IterationFacts, IterationReport
-from ddip.rank import namespace
+from ddip.rank import user_namespace
 from ddip.rank.objects import changes, live_objects, sharded_training, wrappers
-from ddip.rank.objects.checksum import checksum
+from ddip.rank.objects.checksum import tensor_checksums
 
 SAMPLE = 64
 """Elements of each gradient that are compared with those of other ranks."""
@@ -55,7 +55,7 @@ class _Cell:
     The references are weak and not ids, because a later gradient may get the id of a freed one."""
 
 
-def watch() -> None:
+def watch_training() -> None:
     """Begin to count backward passes and optimizer steps.
 
     Call this once per process, before the first cell. It wraps a private function, because torch has no hook for the
@@ -134,7 +134,7 @@ def begin_cell() -> None:
         }
 
 
-def report() -> IterationReport:
+def report_position() -> IterationReport:
     """Return where in a training iteration the cell has ended.
 
     If a thread that trains outlives the cell, the position is unknown and only ``in_thread`` is set.
@@ -153,7 +153,7 @@ def report() -> IterationReport:
 # -- before the next cell
 
 
-def facts() -> IterationFacts:
+def iteration_facts() -> IterationFacts:
     """Inspect this rank's training objects after a failed cell that trained.
 
     Returns whether an iteration is unfinished, per DDP wrapper which gradients exist and their checksums, and the
@@ -162,12 +162,12 @@ def facts() -> IterationFacts:
     things = live_objects.find_all()
     unfinished, hidden = sharded_training.find_unfinished(things)
     gradients = {}
-    for number, parameters in wrappers.averaged().items():
+    for number, parameters in wrappers.averaged_parameters().items():
         exists = [parameter.grad is not None for parameter in parameters]
         samples = [_sample_gradient(parameter.grad) for parameter in parameters if parameter.grad is not None]
         devices = dict.fromkeys(sample.device for sample in samples)
         parts = [torch.cat([sample for sample in samples if sample.device == device]) for device in devices]
-        gradients[number] = [*exists, *checksum(parts)]
+        gradients[number] = [*exists, *tensor_checksums(parts)]
     return {
         "unfinished": unfinished or bool(_unscaled_states(things)),
         "gradients": gradients,
@@ -194,7 +194,7 @@ def _is_changed(parameter: torch.Tensor) -> bool:
     return before is None or gradient.is_inference() or before[0]() is not gradient or before[1] != gradient._version
 
 
-def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
+def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
     """Make this rank's training objects ready for a forward pass.
 
     Returns the variables of the models whose gradients were cleared. If the failed cell has `broken` an iteration, the
@@ -202,9 +202,9 @@ def reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
     (not `is_same_group`), wrappers have new reducers already.
     """
     things = live_objects.find_all()
-    wrappers.reset(live_objects.of_kind(things, DistributedDataParallel), broken, is_same_group)
+    wrappers.reset_reducers(live_objects.of_kind(things, DistributedDataParallel), broken, is_same_group)
     if is_same_group:  # after a rebuild, shards are lost
-        sharded_training.reset(things, broken)
+        sharded_training.reset_models(things, broken)
     cleared = _clear_gradients(things, models) if broken else []
     begin_cell()
     return cleared
@@ -267,7 +267,7 @@ def _all_parameters(things: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 def _named_modules() -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield models in variables, their attributes and items, each with its expression: ``learn.model``."""
-    for name, value in list(namespace().items()):
+    for name, value in list(user_namespace().items()):
         if name.startswith("_") or isinstance(value, type | ModuleType):
             continue
         if issubclass(type(value), torch.nn.Module):

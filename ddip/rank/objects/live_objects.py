@@ -17,7 +17,7 @@ _frozen = 0
 """Number of frozen objects when it was last read; a higher number now means that the program froze its own."""
 
 
-def freeze() -> None:
+def freeze_existing() -> None:
     """Exclude all existing objects from garbage collection; call this before any training object exists."""
     global _frozen
     gc.freeze()
@@ -25,7 +25,7 @@ def freeze() -> None:
 
 
 def all_objects() -> list[Any]:
-    """Return all collectable objects, without the objects that `freeze` excluded.
+    """Return all collectable objects, without the objects that `freeze_existing` excluded.
 
     If the program itself has frozen objects since, all frozen objects are unfrozen first, because Python does not list
     them otherwise.

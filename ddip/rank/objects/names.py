@@ -6,15 +6,15 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from ddip.rank import namespace
+from ddip.rank import user_namespace
 
 
-def has(name: str) -> bool:
+def has_name(name: str) -> bool:
     """Return whether the variable `name` exists; may be called while a cell runs."""
-    return name in namespace()
+    return name in user_namespace()
 
 
-def complete(code: str, cursor: int) -> dict[str, Any]:
+def complete_code(code: str, cursor: int) -> dict[str, Any]:
     """Answer Jupyter's ``complete_request`` for `code` with the cursor at offset `cursor`.
 
     It inspects live objects without jedi, which analyses source code and takes seconds for its first look at torch.
@@ -27,6 +27,6 @@ def complete(code: str, cursor: int) -> dict[str, Any]:
         shell.Completer.use_jedi = former_setting
 
 
-def inspect(code: str, cursor: int, detail: int) -> dict[str, Any]:
+def inspect_code(code: str, cursor: int, detail: int) -> dict[str, Any]:
     """Answer Jupyter's ``inspect_request`` for `code` with the cursor at offset `cursor`."""
     return dict(get_ipython().kernel.do_inspect(code, cursor, detail))  # type: ignore[union-attr]

@@ -10,14 +10,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ddip.protocol.on_rank import IMPORTED
-from ddip.protocol.text import readable
+from ddip.protocol.text import escape_surrogates
 from ddip.rank.runtime import process_settings
 
 _old_objects: dict[tuple[str, str], list[Any]] = {}
 """State of `autoreload.superreload`: functions and classes of reloaded modules, which it keeps up to date."""
 
 
-def write(folder: str, name: str, files: dict[str, bytes]) -> None:
+def write_module(folder: str, name: str, files: dict[str, bytes]) -> None:
     """Write the module `name` into `folder` and replace its former files.
 
     `files` has the contents by path relative to `folder`. Raises ValueError if a path does not belong to the
@@ -53,7 +53,7 @@ def _check_path(path: str, name: str) -> None:
         raise ValueError(f"{path!r} is no path of a file of the module {name!r}")
 
 
-def take(folder: str, names: list[str], reload: bool) -> dict[str, str]:
+def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]:
     """Put `folder` first on the import path, and reload modules that are imported already.
 
     Returns a message by name for each module that could not be reloaded, or that is imported while `reload` is False.
@@ -83,5 +83,5 @@ def _reload_modules(loaded: list[str]) -> str:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a script may exit
-            return readable(f"{type(error).__name__}: {error}")
+            return escape_surrogates(f"{type(error).__name__}: {error}")
     return ""

@@ -35,8 +35,8 @@ from ddip.protocol.objects import pickling, shared
 from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.protocol.objects.shared import SharedBytes
 from ddip.protocol.reports import Peeked
-from ddip.protocol.text import readable
-from ddip.rank import namespace
+from ddip.protocol.text import escape_surrogates
+from ddip.rank import user_namespace
 from ddip.rank.native.pending_calls import Pause
 from ddip.rank.native.thread_exceptions import raise_in
 from ddip.rank.objects import rank_transfer
@@ -70,11 +70,11 @@ _dropped: collections.deque[int] = collections.deque(maxlen=100)
 """Numbers of peeks that were dropped before their thread began."""
 
 
-class GivenUp(BaseException):
+class PeekAbandoned(BaseException):
     """The request timed out, so its pickling must end."""
 
 
-class Changed(Exception):
+class ObjectChanged(Exception):
     """An object changed while it was pickled."""
 
 
@@ -109,13 +109,13 @@ class Peek:
             pause = Pause(lambda: self.given_up, PICKLE_SECONDS)
             try:
                 return self._pickle_once(found, known, pause)
-            except (RuntimeError, Changed) as error:
-                if not isinstance(error, Changed) and not _CHANGED.search(str(error)):
+            except (RuntimeError, ObjectChanged) as error:
+                if not isinstance(error, ObjectChanged) and not _CHANGED.search(str(error)):
                     raise
                 last = str(error)  # not the error: its traceback's frames hold the pickled objects
             finally:
                 pause.end()
-        raise Changed(
+        raise ObjectChanged(
             f"{last} ({ATTEMPTS} times): the cell changes it all the time; keep a copy of it in the cell now and then"
         )
 
@@ -139,7 +139,7 @@ class Peek:
             for self.name in pickled:
                 memory[self.name] = self._store_pickle(pickled[self.name])
             if graph.pickler.is_stale():
-                raise Changed("a tensor in it has changed size")
+                raise ObjectChanged("a tensor in it has changed size")
             if is_cell_running and graph.pickler.has_memory:
                 time.sleep(MOVE_SECONDS)
             for self.name in pickled:
@@ -148,10 +148,12 @@ class Peek:
                         raise RuntimeError(
                             "another thread writes to a tensor in it; keep a copy of it there now and then"
                         )
-                    raise Changed("a tensor in it was written to during the copy")
+                    raise ObjectChanged("a tensor in it was written to during the copy")
             sent = {*map(id, found.values()), *(id(graph.pickler.globals[name]) for name in self.along)}
-            self.shares = pickling.find_shares(graph, sent, dict(namespace()))
-            self.inside = "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.here()))
+            self.shares = pickling.find_shares(graph, sent, dict(user_namespace()))
+            self.inside = (
+                "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.main_thread_location()))
+            )
         except BaseException:
             for stored in memory.values():
                 _close_memory(stored)
@@ -175,13 +177,13 @@ class Peek:
         except OSError:  # not on Linux
             return pickled.joined()
         try:
-            for portion in shared.portions(pickled.pieces(), rank_transfer.AT_ONCE):
+            for portion in shared.split_portions(pickled.pieces(), rank_transfer.AT_ONCE):
                 self.ensure_wanted()
                 memory.write(portion)
         except OSError as error:
             memory.close()
             if error.errno == errno.EFAULT:
-                raise Changed("the memory of a tensor in it was freed") from None
+                raise ObjectChanged("the memory of a tensor in it was freed") from None
             raise
         except BaseException:
             memory.close()
@@ -194,7 +196,7 @@ class Peek:
             return memory == pickled.joined()
         begin, first_copy, second_copy = 0, memory.view(), None
         with SharedBytes() as buffer:
-            for portion in shared.portions(pickled.pieces(), rank_transfer.AT_ONCE):
+            for portion in shared.split_portions(pickled.pieces(), rank_transfer.AT_ONCE):
                 self.ensure_wanted()
                 buffer.rewind()
                 buffer.write(portion)
@@ -208,14 +210,14 @@ class Peek:
     def ensure_wanted(self) -> None:
         """Raise GivenUp if the notebook has dropped this peek."""
         if self.given_up:
-            raise GivenUp
+            raise PeekAbandoned
 
     def keep(self, name: str, memory: SharedBytes | bytearray) -> None:
         """Store the pickle of `name` until the peek is dropped; raise GivenUp if it has been."""
         with _lock:
             if self.given_up:
                 _close_memory(memory)
-                raise GivenUp
+                raise PeekAbandoned
             self.stored[name] = memory
 
     def forget(self) -> None:
@@ -236,7 +238,7 @@ class Peek:
             return NO_MORE
         frame, location = stacks.of_thread(self.thread)
         if self._in_pickle and not libraries.library_in(frame) and libraries.call_of_with(frame) is None:
-            raise_in(self.thread, GivenUp)
+            raise_in(self.thread, PeekAbandoned)
         if frame is not None and frame.f_code is Gpu.copied.__code__:
             return StackLocation(inner="a copy from the GPU")
         return StackLocation() if frame is None or frame.f_code.co_filename == __file__ else location
@@ -263,7 +265,7 @@ class _Pickler(pickling.Pickler):
         As this is Python code, other threads get their turn; pickle otherwise keeps the interpreter lock.
         """
         if self._peek.given_up:
-            raise GivenUp
+            raise PeekAbandoned
 
     def on_cpu(self, obj: Any) -> Any:
         """Return a tensor or storage, copied from the GPU if it is there."""
@@ -300,10 +302,11 @@ def _close_memory(memory: SharedBytes | bytearray) -> None:
         memory.close()
 
 
-def take(number: int, names: list[str], most: int, known: str) -> Peeked:
+def take_peek(number: int, names: list[str], most: int, known: str) -> Peeked:
     """Pickle the current values of `names` while a cell may run, with errors by name and missing names.
 
-    Pickles longer than `most` bytes are stored on the rank until `drop`: in shared memory of this host, or for `part`.
+    Pickles longer than `most` bytes are stored on the rank until `drop_peek`: in shared memory of this host, or for
+    `part_of_peek`.
     Names in `known` are not sent along with functions that read them. Raises RuntimeError if the request timed out.
     """
     try:
@@ -315,7 +318,7 @@ def take(number: int, names: list[str], most: int, known: str) -> Peeked:
             raise
         finally:
             _end_peek(number, peek)
-    except GivenUp:
+    except PeekAbandoned:
         raise RuntimeError("the request timed out") from None
 
 
@@ -323,7 +326,7 @@ def _begin_peek(number: int) -> Peek:
     peek = Peek()
     with _lock:
         if number in _dropped:
-            raise GivenUp
+            raise PeekAbandoned
         if len(_pickling) >= MOST_AT_ONCE:
             locations = {str(stacks.of_thread(running.thread)[1]) for running in _pickling}
             raise RuntimeError(f"{MOST_AT_ONCE} former ones have not ended: {'; '.join(sorted(locations))}")
@@ -341,7 +344,7 @@ def _end_peek(number: int, peek: Peek) -> None:
 
 
 def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked:
-    variables = namespace()
+    variables = user_namespace()
     # one lookup per name, as the cell may delete it meanwhile
     found = {name: value for name in names if (value := variables.get(name, _MISSING)) is not _MISSING}
     answer: Peeked = {
@@ -363,7 +366,7 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked
         pickled, stored, answer["moved"] = peek.pickled(found, known.split())
         answer["inside"] = peek.inside
     except Exception as error:
-        answer["errors"][peek.name] = readable(f"{type(error).__name__}: {error}")
+        answer["errors"][peek.name] = escape_surrogates(f"{type(error).__name__}: {error}")
         return answer
     answer["along"], answer["shares"] = peek.along, peek.shares
     try:
@@ -384,13 +387,13 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked
     return answer
 
 
-def part(number: int, name: str, begin: int, end: int) -> bytes:
+def part_of_peek(number: int, name: str, begin: int, end: int) -> bytes:
     """Return the bytes from `begin` to `end` of the stored pickle of `name`."""
     memory = _peeks[number].stored[name]
     return bytes((memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])
 
 
-def drop(number: int) -> dict[str, Any]:
+def drop_peek(number: int) -> dict[str, Any]:
     """End and free the peek with this `number`; return the `StackLocation` of its pickling as a dict."""
     with _lock:
         peek = _peeks.pop(number, None)

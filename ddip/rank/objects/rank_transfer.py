@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 from ddip.protocol.objects import pickling, shared
 from ddip.protocol.objects.pickling import Loader, Pickled
 from ddip.protocol.objects.shared import SharedBytes
-from ddip.protocol.reports import Packed, Paths, Place, Put
-from ddip.protocol.text import readable
-from ddip.rank import namespace
+from ddip.protocol.reports import PackedObjects, Paths, Place, PushResult
+from ddip.protocol.text import escape_surrogates
+from ddip.rank import user_namespace
 from ddip.rank.objects import changes
 from ddip.rank.objects.wrappers import WRAPPERS
 from ddip.rank.runtime.housekeeping import cells
@@ -43,15 +43,15 @@ _outgoing: dict[str, SharedBytes | bytearray] = {}
 """Pickled objects that the notebook fetches in parts, or reads from shared memory."""
 
 
-def add(load: int, part: bytes, first: bool, share: bool) -> str:
-    """Append `part` to an incoming load of pickled objects.
+def append_part(load: int, part: bytes, first: bool, share: bool) -> str:
+    """Append `pull_part` to an incoming load of pickled objects.
 
     The `first` part allocates the load; that of load 0 also drops all former transfers. Returns the path under which
-    other ranks of this host can `attach` the load; "" if it is not shared.
+    other ranks of this host can `attach_load` the load; "" if it is not shared.
     """
     if first:
         if not load:
-            drop()
+            drop_transfers()
         _incoming[load] = _allocate_memory() if share else bytearray()
     memory = _incoming[load]
     if isinstance(memory, SharedBytes):
@@ -69,12 +69,12 @@ def _allocate_memory() -> SharedBytes | bytearray:
         return bytearray()
 
 
-def attach(load: int, path: str, size: int) -> bool:
+def attach_load(load: int, path: str, size: int) -> bool:
     """Map a load of `size` bytes that another process of this host has; return False if it cannot be read."""
     if not load:
-        drop()
+        drop_transfers()
     try:
-        memory = shared.view(path)
+        memory = shared.map_file(path)
     except (OSError, ValueError):
         return False
     if len(memory) != size:  # this host has another file at the path
@@ -83,46 +83,46 @@ def attach(load: int, path: str, size: int) -> bool:
     return True
 
 
-def lacking(names: list[str]) -> list[str]:
+def lacking_names(names: list[str]) -> list[str]:
     """Return those of `names` that the notebook should send along with the functions that read them."""
-    variables = namespace()
-    return [name for name in names if pickling.lacks(variables, name)]
+    variables = user_namespace()
+    return [name for name in names if pickling.lacks_variable(variables, name)]
 
 
-def put(
+def apply_push(
     push: int, places: list[Place], along: list[str], small: bytes | bytearray = b"", paths: Paths | None = None
-) -> Put:
+) -> PushResult:
     """Unpickle a push and set its variables, or restore all of them if one cannot be unpickled.
 
     `places` locate the pickles in the loads, in loading order. Names that only came `along` replace nothing. `small`
     has the bytes of load 0 if they came with this message; `paths` locate loads of another process of this host.
-    Replaced values are kept until `settle` or the next transfer; until then, ``drop(push)`` restores them.
+    Replaced values are kept until `settle_push` or the next transfer; until then, ``drop(push)`` restores them.
     """
     global _push
-    settle()
+    settle_push()
     _push = push
     if small:
         _incoming[0] = bytearray(small)
-    if not all(attach(load, path, size) for load, (path, size) in (paths or {}).items()):
-        drop()
+    if not all(attach_load(load, path, size) for load, (path, size) in (paths or {}).items()):
+        drop_transfers()
         return {"errors": {}, "unread": True, "replaces": False}
     loads, errors = _take_incoming(), dict[str, str]()
     pickled = {name: _pickled_at(loads[load], begin, sizes) for name, load, begin, sizes in places}
     loader = Loader(pickled)
-    variables = namespace()
+    variables = user_namespace()
     for name in pickled:
         try:
             value = loader.load(name)
         except KeyboardInterrupt:
-            drop(push)
+            drop_transfers(push)
             raise
         except BaseException as error:  # raised by a user's class; the answer reports it
-            errors[name] = readable(f"{type(error).__name__}: {error}")
-            drop(push)
+            errors[name] = escape_surrogates(f"{type(error).__name__}: {error}")
+            drop_transfers(push)
             break
         _replaced[name] = variables.get(name, _nothing)
         if name in along:
-            pickling.bring(variables, {name: value})
+            pickling.set_missing_variables(variables, {name: value})
         else:
             variables[name] = value  # code of the next object may read it
     return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _replaced.values())}
@@ -139,7 +139,7 @@ def _is_heavy(value: object) -> bool:
     return value is not _nothing and (type(value) not in LIGHT or sys.getsizeof(value) > pickling.INLINE)
 
 
-def settle() -> None:
+def settle_push() -> None:
     """Free the values that the latest push replaced; all ranks have it. A stop ends finalizers that hang."""
     if _replaced:
         with cells.letting_go():
@@ -161,16 +161,16 @@ def _free_incoming() -> None:
     _incoming.clear()
 
 
-def drop(push: int = 0) -> None:
+def drop_transfers(push: int = 0) -> None:
     """Free all transfers, and restore the values that `push` replaced if it is the latest push."""
     if push and push == _push:
-        variables = namespace()
+        variables = user_namespace()
         for name, value in _replaced.items():
             if value is _nothing:
                 variables.pop(name, None)
             else:
                 variables[name] = value
-    settle()
+    settle_push()
     for memory in _outgoing.values():
         if isinstance(memory, SharedBytes):
             memory.close()
@@ -178,15 +178,15 @@ def drop(push: int = 0) -> None:
     _free_incoming()
 
 
-def pack(names: list[str], most: int, share: bool, known: str) -> Packed:
+def pack_variables(names: list[str], most: int, share: bool, known: str) -> PackedObjects:
     """Pickle the variables `names` for a pull, along with the variables that their functions read.
 
     Variables in `known` do not come along, because the receiver has them. Pickles longer than `most` bytes stay on the
-    rank until `drop`: in memory that the notebook reads at the returned ``paths`` if `share` is set, otherwise for
-    `part`. If a name is missing, the reply has its name in ``missing``, and no values.
+    rank until `drop_transfers`: in memory that the notebook reads at the returned ``paths`` if `share` is set,
+    otherwise for `pull_part`. If a name is missing, the reply has its name in ``missing``, and no values.
     """
-    drop()
-    variables = namespace()
+    drop_transfers()
+    variables = user_namespace()
     missing = [name for name in names if name not in variables]
     found = {name: variables[name] for name in names if name in variables}
     known_names = frozenset(known.split())
@@ -214,7 +214,7 @@ def _store_pickle(pickled: Pickled, share: bool) -> SharedBytes | bytearray:
     if isinstance(memory, bytearray):
         return pickled.joined()
     try:
-        for portion in shared.portions(pickled.pieces(), AT_ONCE):
+        for portion in shared.split_portions(pickled.pieces(), AT_ONCE):
             memory.write(portion)
     except OSError:  # no room in shared memory
         memory.close()
@@ -231,7 +231,7 @@ def wrapper_of(value: object) -> str:
     return next((kind for kind in kinds if kind in WRAPPERS.values()), "")
 
 
-def part(name: str, begin: int, end: int) -> bytes:
-    """Return the bytes from `begin` to `end` of a pickle that `pack` has stored."""
+def pull_part(name: str, begin: int, end: int) -> bytes:
+    """Return the bytes from `begin` to `end` of a pickle that `pack_variables` has stored."""
     memory = _outgoing[name]
     return bytes(memoryview(memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])

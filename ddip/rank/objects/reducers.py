@@ -130,22 +130,22 @@ def begin_again(state: Any) -> None:
 def is_of_the_world(state: Any) -> bool:
     """Return whether this state of a communication hook uses no group but the default one."""
     groups = [getattr(state, name, None) for name in GROUPS] if is_known_state(state) else [state]
-    return all(group is None or group is c10d.world() for group in groups)
+    return all(group is None or group is c10d.default_group() for group in groups)
 
 
 def of_this_world(state: Any) -> Any:
     """Return `state` of a communication hook with the current default group in place of the former one."""
     if not is_known_state(state):
-        return None if state is None else c10d.world()
+        return None if state is None else c10d.default_group()
     for name in GROUPS:
         if getattr(state, name, None) is not None:
-            setattr(state, name, c10d.world())
+            setattr(state, name, c10d.default_group())
     return state
 
 
 def is_averaging(state: Any) -> bool:
     """Return whether a communication hook with this state leaves the same gradients on all ranks."""
-    return state is None or state is c10d.world() or type(state).__name__ == "PowerSGDState"
+    return state is None or state is c10d.default_group() or type(state).__name__ == "PowerSGDState"
 
 
 @contextlib.contextmanager

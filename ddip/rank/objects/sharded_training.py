@@ -42,7 +42,7 @@ def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
 
     A hidden gradient is not in ``.grad`` before it is reduced. Returns whether any model is within an iteration, and
     the ids of the parameters. If a model cannot be inspected, it counts as within an
-    iteration, and `reset` then makes it refuse its next use.
+    iteration, and `reset_models` then makes it refuse its next use.
     """
     unfinished, hidden = False, set[int]()
     models = [(root, _is_within_pass, _hidden_gradients) for root in _fsdp2_roots(things)]
@@ -56,7 +56,7 @@ def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
     return unfinished, hidden
 
 
-def reset(things: Sequence[Any], broken: bool) -> None:
+def reset_models(things: Sequence[Any], broken: bool) -> None:
     """Free gathered parameters and make each sharded model ready for a forward pass.
 
     All ranks must call this. If the failed cell has `broken` an iteration, DeepSpeed engines are reset or refuse their
@@ -68,16 +68,16 @@ def reset(things: Sequence[Any], broken: bool) -> None:
             _hidden_gradients(root)
         except Exception as error:
             for part in root._modules:
-                wrappers.refuse(part, BROKEN.replace("{why}", type(error).__name__))
+                wrappers.refuse_use(part, BROKEN.replace("{why}", type(error).__name__))
     for module in _fsdp1_roots(things):
         try:
             _reset_fsdp1(module)
             _hidden_gradients_fsdp1(module)
         except Exception as error:
-            wrappers.refuse(module, BROKEN.replace("{why}", type(error).__name__))
+            wrappers.refuse_use(module, BROKEN.replace("{why}", type(error).__name__))
     for engine in of_class(things, DEEPSPEED, "DeepSpeedEngine") if broken else ():
         if type(engine.optimizer).__module__.startswith("deepspeed.runtime"):  # ZeRO, or half precision
-            wrappers.refuse(engine, BROKEN_ENGINE)
+            wrappers.refuse_use(engine, BROKEN_ENGINE)
         else:  # gradients are in ``.grad``: only the count of micro-batches needs a reset
             engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
 

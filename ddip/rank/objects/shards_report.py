@@ -9,14 +9,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ddip.protocol.reports import ShardsReport, TensorReport
-from ddip.rank import namespace
-from ddip.sharded.layout import DTensor, gathered, local_of
+from ddip.rank import user_namespace
+from ddip.sharded.layout import DTensor, local_of, sharded_by_id
 
 
-def describe(name: str) -> ShardsReport:
+def describe_shards(name: str) -> ShardsReport:
     """Describe the model in the variable `name`, or a part such as ``model.encoder``; sends nothing."""
     first, *rest = name.split(".")
-    variables = namespace()
+    variables = user_namespace()
     if first not in variables:
         return {"kind": "", "is_there": False, "tensors": None}
     value = variables[first]
@@ -42,7 +42,7 @@ def _describe_tensors(model: torch.nn.Module) -> list[TensorReport]:
         if isinstance(module, DistributedDataParallel)
         for parameter in module.parameters()
     }
-    sharded = gathered(model)
+    sharded = sharded_by_id(model)
     found = [
         _describe_tensor(name, sharded.get(id(parameter), parameter), "DDP" if id(parameter) in averaged else "plain")
         for name, parameter in model.named_parameters()

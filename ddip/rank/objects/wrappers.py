@@ -79,7 +79,7 @@ share_also: Callable[[], None] | None = None
 """Set by an app: called on all ranks after wrappers were revived, to send rank 0's state of the app's optimizers."""
 
 
-def watch() -> None:
+def watch_creation() -> None:
     """Number DDP wrappers in the order of their creation; call this once per process."""
     register_module_module_registration_hook(_number_wrapper)
 
@@ -98,13 +98,13 @@ def _number_wrapper(module: torch.nn.Module, name: str, part: Any) -> None:
 
 
 def _uses_default_group(wrapper: torch.nn.Module) -> bool:
-    return wrapper.__dict__.get("process_group") is c10d.world()
+    return wrapper.__dict__.get("process_group") is c10d.default_group()
 
 
 # -- the former group
 
 
-def retire() -> int:
+def retire_all() -> int:
     """Make all wrappers of the group that this rank leaves unusable, and remove their DDP reducers.
 
     A reducer's hooks on the parameters would otherwise run in the backward pass of the next wrapper. Returns how many
@@ -120,7 +120,7 @@ def retire() -> int:
             _revivable.add(wrapper)
             _builtin_hooks[wrapper] = reducers.builtin_hook(wrapper)
         reducers.remove_reducer(wrapper)
-        refuse(wrapper, LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS)
+        refuse_use(wrapper, LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS)
         _unreported.add(wrapper)
     return len(_unreported)
 
@@ -136,7 +136,7 @@ def _find_wrappers() -> list[torch.nn.Module]:
     return [thing for thing in all_objects() if issubclass(type(thing), kinds)]
 
 
-def refuse(wrapper: torch.nn.Module, text: str) -> None:
+def refuse_use(wrapper: torch.nn.Module, text: str) -> None:
     """Make `wrapper` raise a RuntimeError with `text` when it is used.
 
     ``{name}`` in the text is replaced by the wrapper's class.
@@ -150,15 +150,15 @@ def _raise_refusal(wrapper: torch.nn.Module, *_: Any) -> None:
 
 
 def is_lost(module: torch.nn.Module) -> bool:
-    """Return whether `module` is a wrapper that `refuse` has made unusable, such as one of a former group."""
+    """Return whether `module` is a wrapper that `refuse_use` has made unusable, such as one of a former group."""
     return module in _retired
 
 
-def drop(wrapper: torch.nn.Module) -> None:
+def discard_wrapper(wrapper: torch.nn.Module) -> None:
     """Discard a wrapper that ddip has created, with its reducer and the reducer's hooks on the parameters."""
     _dropped.add(wrapper)
     _unreported.discard(wrapper)
-    changes.forget(wrapper)
+    changes.stop_counting(wrapper)
     for name in ("reducer", "logger"):
         wrapper.__dict__.pop(name, None)
 
@@ -194,7 +194,7 @@ def begin_group() -> None:
         _renumber_wrappers(())
 
 
-def revive() -> int:
+def revive_wrappers() -> int:
     """Revive the DDP wrappers that all ranks have in the group they have just joined; return how many.
 
     All ranks must call this. If it fails, the wrappers stay unusable; after an interrupt, the next group retries.
@@ -218,21 +218,21 @@ def _revive_common() -> list[torch.nn.Module]:
     fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
     of_all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, fingerprints)
-    wrappers = [own_wrappers[matched[dist.get_rank()]] for matched in matches(of_all_ranks)]
+    wrappers = [own_wrappers[matched[dist.get_rank()]] for matched in match_fingerprints(of_all_ranks)]
     for wrapper in wrappers:
         _revive_wrapper(wrapper)
     return wrappers
 
 
-def matches(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
+def match_fingerprints(described: Sequence[Mapping[int, str]]) -> list[tuple[int, ...]]:
     """Match wrappers across ranks by fingerprint; return tuples of each rank's number for one wrapper.
 
     `described` has, per rank, the fingerprints by number. Wrappers match if each rank has exactly one with this
     fingerprint, or if all ranks have the same numbers for it.
 
-    >>> matches([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
+    >>> match_fingerprints([{0: "a", 1: "b", 2: "b"}, {4: "a", 1: "b", 2: "b"}])
     [(0, 4), (1, 1), (2, 2)]
-    >>> matches([{1: "b", 2: "b"}, {0: "b", 1: "b"}])
+    >>> match_fingerprints([{1: "b", 2: "b"}, {0: "b", 1: "b"}])
     []
     """
     found = []
@@ -263,7 +263,7 @@ def _revive_wrapper(wrapper: Any) -> None:
     attributes["_comm_hooks"] = [
         (hook, reducers.of_this_world(state)) for hook, state in attributes.get("_comm_hooks") or []
     ]
-    attributes["process_group"] = c10d.world()
+    attributes["process_group"] = c10d.default_group()
     delayed_ids = {id(parameter) for parameter in attributes.get("_delay_all_reduce_params") or []}
     delayed_names = {name for name, parameter in wrapper.module.named_parameters() if id(parameter) in delayed_ids}
     c10d.share_state(wrapper.module, attributes["parameters_to_ignore"] - delayed_names, BUCKET_BYTES)
@@ -274,11 +274,12 @@ def _revive_wrapper(wrapper: Any) -> None:
 # -- the same group
 
 
-def reset(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_group: bool) -> None:
+def reset_reducers(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_group: bool) -> None:
     """Make DDP wrappers ready for a forward pass after a failed cell that trained.
 
-    All ranks must call this. In the same group, each wrapper gets a new reducer (otherwise `revive` has replaced it);
-    if that fails, the wrapper refuses its next use. `broken` says that the cell ended within an iteration.
+    All ranks must call this. In the same group, each wrapper gets a new reducer (otherwise `revive_wrappers` has
+    replaced it); if that fails, the wrapper refuses its next use. `broken` says that the cell ended within an
+    iteration.
     """
     for wrapper in wrappers:
         if wrapper in _dropped or wrapper.__dict__.get("reducer") is None:
@@ -289,10 +290,10 @@ def reset(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_gro
                 reducers.replace_reducer(wrapper, reducers.builtin_hook(wrapper))
             except Exception as error:
                 reducers.remove_reducer(wrapper)
-                refuse(wrapper, BROKEN.replace("{why}", type(error).__name__))
+                refuse_use(wrapper, BROKEN.replace("{why}", type(error).__name__))
 
 
-def averaged() -> dict[str, list[torch.nn.Parameter]]:
+def averaged_parameters() -> dict[str, list[torch.nn.Parameter]]:
     """Return the parameters whose gradients are equal on all ranks after a backward pass.
 
     They are grouped by wrapper number. Only DDP wrappers over the default group with an averaging communication hook

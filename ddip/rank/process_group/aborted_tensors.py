@@ -42,7 +42,7 @@ MAX_REPORTED = 100
 """Maximum number of tensors that are reported after a cell."""
 
 
-class Written(NamedTuple):
+class WrittenTensors(NamedTuple):
     """The tensors that a collective writes in place."""
 
     tensors: list[Tensor]
@@ -55,7 +55,7 @@ class Written(NamedTuple):
     line: int
 
 
-_pending: dict[int, tuple[Any, Written]] = {}
+_pending: dict[int, tuple[Any, WrittenTensors]] = {}
 """Works that may not be complete, with the tensors that they write, by the id of the work; oldest first."""
 _pending_bytes = 0
 """Size of the copies that are kept."""
@@ -110,7 +110,9 @@ def _is_called_by_torch(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER)
 
 
-def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType | None, line: int) -> Written | None:
+def copy_inputs(
+    group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType | None, line: int
+) -> WrittenTensors | None:
     """Copy the tensors that a collective is about to write in place; return None if no copy is needed.
 
     No copy is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a contiguous
@@ -130,9 +132,9 @@ def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType 
             return None
         size += tensor.nbytes
     if size > MAX_COPY_BYTES or _pending_bytes + size > MAX_PENDING_BYTES:
-        return Written(tensors, None, 0, code, line)
+        return WrittenTensors(tensors, None, 0, code, line)
     copies = [ctypes.string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-    return Written(tensors, copies, size, code, line)
+    return WrittenTensors(tensors, copies, size, code, line)
 
 
 def _settle_oldest() -> None:
@@ -144,14 +146,14 @@ def _settle_oldest() -> None:
         _settle_work(work)
 
 
-def track_work(work: Any, written: Written) -> None:
+def track_work(work: Any, written: WrittenTensors) -> None:
     """Keep `written` until `work` is complete."""
     global _pending_bytes
     _pending[id(work)] = work, written
     _pending_bytes += written.size
 
 
-def _forget_work(key: int) -> Written | None:
+def _forget_work(key: int) -> WrittenTensors | None:
     """Remove the work with the id `key` from the pending ones, and return the tensors that it has written."""
     global _pending_bytes
     _, written = _pending.pop(key, (None, None))
@@ -172,7 +174,7 @@ def _settle_work(work: Any) -> None:
         _forget_work(id(work))
 
 
-def settle() -> None:
+def settle_works() -> None:
     """Settle all complete works: drop their copies, and restore the tensors of those that have failed."""
     for work, _ in list(_pending.values()):
         if work.is_completed():
@@ -181,7 +183,7 @@ def settle() -> None:
 
 def leave_group() -> None:
     """Settle all complete works and forget the others, since this rank has left their groups."""
-    settle()
+    settle_works()
     for work, _ in list(_pending.values()):
         _abandoned.add(work)
         _forget_work(id(work))
@@ -192,7 +194,7 @@ def _note_failed_work(work: Any, error: BaseException) -> None:
         note_failure(error, _forget_work(id(work)) if work.is_completed() else None)
 
 
-def note_failure(error: BaseException, written: Written | None = None) -> None:
+def note_failure(error: BaseException, written: WrittenTensors | None = None) -> None:
     """Note that a collective has raised `error`, and restore the tensors that it wrote; never raises."""
     global is_group_broken
     is_lost = c10d.is_connection_lost(error)
@@ -202,9 +204,9 @@ def note_failure(error: BaseException, written: Written | None = None) -> None:
             pairs = zip(written.tensors, written.copies, strict=True)
             results = {_restore_tensor(tensor, copy) for tensor, copy in pairs} - {None}
             if results:
-                report(written.code, written.line, restored=False not in results)
+                add_report(written.code, written.line, restored=False not in results)
     elif written is not None and is_lost:
-        report(written.code, written.line)
+        add_report(written.code, written.line)
 
 
 def _restore_tensor(tensor: Tensor, copy: bytes) -> bool | None:
@@ -220,7 +222,7 @@ def _restore_tensor(tensor: Tensor, copy: bytes) -> bool | None:
     return True
 
 
-def report(code: CodeType | None, line: int, restored: bool = False) -> None:
+def add_report(code: CodeType | None, line: int, restored: bool = False) -> None:
     """Add a report on the tensors of a collective that this line of a cell began, unless there is one."""
     if code is None:
         return
@@ -229,9 +231,9 @@ def report(code: CodeType | None, line: int, restored: bool = False) -> None:
         _reports.append(tensor)
 
 
-def take() -> list[AbortedTensor]:
+def take_reports() -> list[AbortedTensor]:
     """Settle all complete works; return and remove the reports for the cell that has just ended."""
-    settle()
+    settle_works()
     reports = _reports[:]
     _reports.clear()
     return reports

@@ -250,7 +250,7 @@ OTHERS = {
 
 
 @functools.cache
-def watch() -> None:
+def wrap_methods() -> None:
     """Wrap the methods of ``ProcessGroup``, once; call this before the first group is formed."""
     for name, wrap in {**dict.fromkeys(COLLECTIVES, _wrap_collective), **OTHERS}.items():
         method = getattr(dist.ProcessGroup, name, None)
@@ -260,19 +260,19 @@ def watch() -> None:
 
 
 def _named_groups() -> list[tuple[dist.ProcessGroup, str]]:
-    world = c10d.world()
-    return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.groups().items()]
+    world = c10d.default_group()
+    return [(group, DEFAULT_GROUP if group is world else name) for group, name in c10d.named_groups().items()]
 
 
-def counts() -> dict[str, int]:
+def counts_by_group() -> dict[str, int]:
     """Return the number of collectives that this rank has begun in each group, by torch's group name."""
-    return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.groups().items()}
+    return {name: max(tally_of(group).begun(), default=0) for group, name in c10d.named_groups().items()}
 
 
 def find_last_begun() -> Entry | None:
     """Return the last collective that Python code has begun in a current group; None if there was none."""
     found: Entry | None = None
-    for group, name in c10d.groups().items():
+    for group, name in c10d.named_groups().items():
         tally = tally_of(group)
         if tally.last is not None and (found is None or tally.last[3] > found.begun):
             (number, op, inputs, at), work = tally.last, tally.work()
@@ -285,7 +285,7 @@ def find_last_begun() -> Entry | None:
     return found
 
 
-def begun() -> Begun:
+def begun_operations() -> Begun:
     """Return the operations that this rank has begun, per group and device, if the backend counts them."""
     report: Begun = {}
     size = dist.get_world_size() if dist.is_initialized() else 0

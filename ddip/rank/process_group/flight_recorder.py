@@ -50,7 +50,7 @@ def is_there() -> bool:
     return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0])
 
 
-def entries() -> list[Entry]:
+def read_entries() -> list[Entry]:
     """Return the last 2000 collectives, in the order in which they were begun; takes 20 ms.
 
     gloo's recorder cannot return unfinished collectives only.

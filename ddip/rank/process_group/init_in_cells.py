@@ -20,7 +20,7 @@ from ddip.rank.runtime import c10d
 ACCEPTED = "\x1b[90mddip has already formed the group; this call of init_process_group may stay\x1b[0m"
 
 
-def watch(is_ours: Callable[[], bool]) -> None:
+def wrap_init(is_ours: Callable[[], bool]) -> None:
     """Wrap ``init_process_group``; `is_ours` returns whether ddip has formed the current default group."""
     original = dist.init_process_group
     signature = inspect.signature(original)

@@ -20,8 +20,8 @@ from IPython.core.getipython import get_ipython
 
 from ddip.guard import Guard
 from ddip.protocol.rank_spec import RankSpec, has_nccl
-from ddip.protocol.reports import CellReport, Ends, Going
-from ddip.rank import namespace
+from ddip.protocol.reports import CellReport, Ends, LostObjects
+from ddip.rank import user_namespace
 from ddip.rank.inspection.advice import watch_samplers
 from ddip.rank.native import sockets
 from ddip.rank.objects import changes, wrappers
@@ -64,7 +64,7 @@ _released = False
 """True if the group has been released."""
 _wants_rebuild = False
 """True if an app has asked for a rebuild of the group in the running cell."""
-NOTHING_LOST = Going(wrappers=0, meshes=0, subgroups=0, rpc=False)
+NOTHING_LOST = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
 _lost = NOTHING_LOST
 """Objects lost with groups that this rank has left, until they are reported to the user. They are kept because forming
 the next group may fail."""
@@ -78,22 +78,22 @@ _reported_replaced: dict[str, str] = {}
 """Replaced values of these variables that were reported last."""
 
 
-def watch() -> None:
+def install_hooks() -> None:
     """Install all hooks that note what this process does in groups.
 
     Call this once, before the first group is formed and before an interrupt can arrive.
     """
-    collectives.watch()
-    init_in_cells.watch(lambda: _ddip_group is not None and c10d.world() is _ddip_group)
-    setup.watch()
-    stores.watch(lambda: _released)
-    wrappers.watch()
-    changes.watch()
-    rank_vitals.watch()
+    collectives.wrap_methods()
+    init_in_cells.wrap_init(lambda: _ddip_group is not None and c10d.default_group() is _ddip_group)
+    setup.wrap_functions()
+    stores.patch_stores(lambda: _released)
+    wrappers.watch_creation()
+    changes.watch_optimizers()
+    rank_vitals.watch_steps()
     watch_samplers()
 
 
-def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
+def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Apply the `rank_spec`: environment, threads, device, process group, and variables for cells.
 
     Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made in the meantime,
@@ -116,7 +116,7 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     device = torch.device(rank_spec.device)
     gpu.use(device)
     try:
-        with descriptors.spare(descriptors.of_a_group(rank_spec.world_size)):
+        with descriptors.raise_limit(descriptors.of_a_group(rank_spec.world_size)):
             connections = _form_group(rank_spec)
     finally:
         if first:  # only now, so that torch's imports for the first group do not come from the notebook's folder
@@ -124,25 +124,25 @@ def join(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
             process_settings.note_start()
             _is_set_up = True
     c10d.set_groups_made(rank_spec.groups)
-    _ddip_group = c10d.world()
+    _ddip_group = c10d.default_group()
     if _ddip_group is None or _ddip_group.size() != rank_spec.world_size:
         raise RuntimeError("init_process_group has not formed a group of all ranks; other code has replaced it")
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
     standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
-    namespace().update(standing)
+    user_namespace().update(standing)
     _reported_replaced.clear()
     return connections
 
 
 def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
-    """Form the default group; return the new connections and the listening ports, as `join` does."""
-    before = set(sockets.connections())
+    """Form the default group; return the new connections and the listening ports, as `join_group` does."""
+    before = set(sockets.tcp_connections())
     nccl, at_once = has_nccl(rank_spec.backend), c10d.connects_at_once(rank_spec.backend)
     timed, served = nccl or rank_spec.backend == dist.Backend.GLOO, rank_spec.store.startswith("tcp:")
     dist.init_process_group(
         rank_spec.backend,
         init_method=None if served else f"file://{rank_spec.store}",
-        store=stores.client(rank_spec.store, rank_spec.rank, rank_spec.seconds) if served else None,
+        store=stores.connect_store(rank_spec.store, rank_spec.rank, rank_spec.seconds) if served else None,
         rank=rank_spec.rank,
         world_size=rank_spec.world_size,
         timeout=c10d.setup_timeout(rank_spec.seconds) if timed else None,
@@ -162,7 +162,7 @@ def begin_cell() -> None:
     _is_cut_off = _wants_rebuild = False
     gpu.begin_cell()
     changes.begin_cell()
-    names = namespace()
+    names = user_namespace()
     for name, value in standing.items():
         names.setdefault(name, value)
 
@@ -174,7 +174,7 @@ def find_replaced() -> dict[str, str]:
     may be any object.
     """
     global _reported_replaced
-    names, now = namespace(), dict[str, str]()
+    names, now = user_namespace(), dict[str, str]()
     for name in RANK_VARIABLES:
         own_value = standing.get(name)
         value = names.get(name, own_value)
@@ -186,7 +186,7 @@ def find_replaced() -> dict[str, str]:
     return {name: text for name, text in now.items() if reported.get(name) != text}
 
 
-def check() -> None:
+def check_group() -> None:
     """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do; raises if this rank cannot."""
     names: dict[str, Any] = {"device": gpu.device}
     exec(CHECK, names)
@@ -194,20 +194,20 @@ def check() -> None:
         raise RuntimeError(f"the sum of one from each of {names['size']} ranks is {names['total']:g}")
 
 
-def adopt(former_port: int, port: int) -> bool:
+def adopt_group(former_port: int, port: int) -> bool:
     """Use the default group that a cell has formed as the group of this rank; always returns True.
 
     If ``MASTER_PORT`` is the `former_port`, it becomes `port`: the adopted group may listen at the former one, where
     another group could not be formed until all ranks have left this one.
     """
     global _ddip_group
-    _ddip_group = c10d.world()
+    _ddip_group = c10d.default_group()
     if os.environ.get("MASTER_PORT") == str(former_port):
         os.environ["MASTER_PORT"] = str(port)
     return True
 
 
-def release(store: str, connections: list[Ends]) -> bool:
+def release_group(store: str, connections: list[Ends]) -> bool:
     """Abort all waiting collectives of the group that was formed through `store`.
 
     Returns whether this cuts off work on the GPU, whose results are then undefined.
@@ -219,7 +219,7 @@ def release(store: str, connections: list[Ends]) -> bool:
     _is_joining.clear()
     on_cpu = gpu.device.type == "cpu"
     if on_cpu:
-        _disconnect(connections)
+        _shut_down_connections(connections)
     try:
         return False if on_cpu else _abort_on_gpu()
     finally:  # in another thread, so that the control thread can serve requests
@@ -232,12 +232,12 @@ def _abort_on_gpu() -> bool:
     begun, cut_off = gpu.begun(), gpu.is_under_way()
     if cut_off:
         _interrupt_cell()
-    c10d.abort()
+    c10d.abort_collectives()
     if not cut_off and gpu.begun() > begun:  # a collective began in the meantime
         cut_off = True
         _interrupt_cell()
     if cut_off and gpu.state == "under way":  # the work belongs to a cell, not to a request of ddip
-        aborted_tensors.report(*gpu.last)
+        aborted_tensors.add_report(*gpu.last)
         return True
     return False
 
@@ -254,21 +254,21 @@ def _interrupt_cell() -> None:
 def _finish_release(store: str, connections: list[Ends] | None) -> None:
     """Finish the slow steps of a release: shut down `connections` after the aborts, then end lost waits."""
     if connections is not None:
-        _disconnect(connections)
+        _shut_down_connections(connections)
     released_waits.end_all(lambda seconds: _is_joining.wait(seconds) or store != _store, _interrupt_cell)
 
 
-def _disconnect(connections: list[Ends]) -> None:
+def _shut_down_connections(connections: list[Ends]) -> None:
     """Shut down the connections between the ranks, after any aborts.
 
     Some may belong to nccl, whose watchdog would take a broken connection for a failure.
     """
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
-    with descriptors.spare(1):
-        sockets.shut_down([*connections, *sockets.own_connections(stores.ports())], setup.listening_ports())
+    with descriptors.raise_limit(1):
+        sockets.shut_down([*connections, *sockets.own_connections(stores.served_ports())], setup.listening_ports())
 
 
-def leave() -> Going:
+def leave_group() -> LostObjects:
     """Leave the group, if this rank is in one; the variables are kept.
 
     Returns the objects lost with this and earlier groups that have not been reported to the user. Raises RuntimeError
@@ -279,12 +279,12 @@ def leave() -> Going:
         raise RuntimeError("the GPU still runs aborted work, possibly a kernel that cannot be stopped")
     _ddip_group = None
     _lost = {
-        "wrappers": wrappers.retire(),
+        "wrappers": wrappers.retire_all(),
         "meshes": _lost["meshes"] + meshes.disable_meshes(),
-        "subgroups": _lost["subgroups"] + c10d.subgroups(),
+        "subgroups": _lost["subgroups"] + c10d.count_subgroups(),
         "rpc": c10d.has_rpc(),
     }
-    c10d.forget()
+    c10d.destroy_groups()
     aborted_tensors.leave_group()
     return _lost
 
@@ -302,9 +302,9 @@ def give_up() -> None:
     _wants_rebuild = True
 
 
-def report() -> CellReport:
+def report_state() -> CellReport:
     """Report the state of the group after a cell; ``other``: the cell has formed its own default group."""
-    now = c10d.world()
+    now = c10d.default_group()
     is_lost = _released or _wants_rebuild or aborted_tensors.is_group_broken
     common: CellReport = {"released": is_lost, "state": "none"}
     if now is None:
@@ -314,9 +314,9 @@ def report() -> CellReport:
     return {
         **common,
         "state": "ours",
-        "begun": collectives.begun(),
+        "begun": collectives.begun_operations(),
         "groups": c10d.groups_made(),
-        "changes": changes.count(),
+        "changes": changes.writes_by_owner(),
     }
 
 

@@ -35,16 +35,16 @@ def describe_collective() -> str:
     """
     if not dist.is_initialized():
         return ""
-    groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.groups().items()}
+    groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.named_groups().items()}
     last_noted, recorded = collectives.find_last_begun(), _recorded_entries()
     under_way = [entry for entry in recorded if not entry.is_done]
     if not under_way and last_noted is not None and not last_noted.is_done:
         under_way = [last_noted]
     if under_way:
         more = f", and {len(under_way) - 1} more are under way" if len(under_way) > 1 else ""
-        return f"in collective {_describe(under_way[0], groups)}{more}"
+        return f"in collective {_entry_text(under_way[0], groups)}{more}"
     last = max([*recorded, *filter(None, [last_noted])], key=lambda entry: entry.begun, default=None)
-    return "" if last is None else f"last collective, {_describe(last, groups)}"
+    return "" if last is None else f"last collective, {_entry_text(last, groups)}"
 
 
 def _recorded_entries() -> list[Entry]:
@@ -52,7 +52,7 @@ def _recorded_entries() -> list[Entry]:
 
     A former group may have had the same name, and may have left a collective that never ended.
     """
-    counts, entries = collectives.counts(), flight_recorder.entries()
+    counts, entries = collectives.counts_by_group(), flight_recorder.read_entries()
     formed: dict[str, int] = {}
     for entry in entries:
         formed[entry.group] = max(entry.formed, formed.get(entry.group, 0))
@@ -61,7 +61,7 @@ def _recorded_entries() -> list[Entry]:
     ]
 
 
-def _describe(entry: Entry, groups: Mapping[str, Sequence[int]]) -> str:
+def _entry_text(entry: Entry, groups: Mapping[str, Sequence[int]]) -> str:
     group = group_text(groups[entry.group], dist.get_world_size())
     dtype = entry.dtypes[0] if entry.dtypes else ""
     return f"{entry.number} of {group}: {kind_text(entry.name, entry.shapes, dtype)}"

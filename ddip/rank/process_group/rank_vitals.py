@@ -17,7 +17,7 @@ from ddip.protocol.reports import Vitals
 from ddip.rank.process_group import collectives
 from ddip.rank.process_group.waiting import waiting
 from ddip.rank.runtime import stacks
-from ddip.rank.runtime.housekeeping import figures
+from ddip.rank.runtime.housekeeping import rank_figures
 from ddip.rank.runtime.nvml import driver
 from ddip.rank.streams.streams import RankStream
 
@@ -32,7 +32,7 @@ class Steps:
     taken = 0
 
 
-def watch() -> None:
+def watch_steps() -> None:
     """Count optimizer steps from now on; call this once, before an optimizer can be in a step."""
     register_optimizer_step_post_hook(_count_step)
 
@@ -42,15 +42,15 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         Steps.taken += 1
 
 
-def now(every: float, keep: float) -> Vitals:
+def current_vitals(every: float, keep: float) -> Vitals:
     """Return the current figures, and sample waits each `every` seconds for the next `keep` seconds."""
     waiting.watch(every, keep)
-    common = figures()
+    common = rank_figures()
     return {
         **common,
         "at": time.monotonic(),
         "cell": stacks.running_cell() if common["busy"] else None,
-        "place": stacks.here(),
+        "place": stacks.main_thread_location(),
         "cpu": _cpu_seconds(),
         "steps": Steps.taken,
         "collectives": _count_collectives(),
@@ -63,7 +63,7 @@ def now(every: float, keep: float) -> Vitals:
 
 def _count_collectives() -> int:
     with contextlib.suppress(Exception):  # a group is being made or left right now
-        return sum(collectives.counts().values())
+        return sum(collectives.counts_by_group().values())
     return 0
 
 

@@ -38,7 +38,7 @@ _fenced: set[Listener] = set()
 
 
 @functools.cache
-def watch() -> None:
+def wrap_functions() -> None:
     """Wrap torch's functions that set up groups, once."""
     group: Any = dist.ProcessGroup
     if compat_torch.is_on(compat_torch.SET_UP):
@@ -72,7 +72,7 @@ def _wrap_set_up(method: Method) -> Method:
         short, restored = c10d.setup_timeout(SET_UP_SECONDS + size * SET_UP_SECONDS_PER_RANK), None
         if str(backend).lower() == "gloo" and options is None and timeout is not None and short < timeout:
             kwargs["timeout"], restored = short, timeout
-        with descriptors.spare(descriptors.of_a_group(size)):
+        with descriptors.raise_limit(descriptors.of_a_group(size)):
             rendezvous = _Rendezvous(store, name, list(ranks) or list(range(size)), own_rank, timeout)
             rendezvous._wait_for_all()
             if options is not None:
@@ -92,7 +92,7 @@ def _wrap_split(method: Method) -> Method:
     def wrapper(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         make = functools.partial(method, parent, ranks, *args, **kwargs)
         name, timeout = kwargs.get("group_name"), kwargs.get("timeout")
-        with descriptors.spare(descriptors.of_a_group(len(ranks))):
+        with descriptors.raise_limit(descriptors.of_a_group(len(ranks))):
             rendezvous = _Rendezvous(parent.get_group_store(), str(name), list(ranks), parent.rank(), timeout)
             if name is not None:
                 rendezvous._wait_for_all()
@@ -108,7 +108,7 @@ def _wrap_rpc(method: Method) -> Method:
 
     @functools.wraps(method)
     def wrapper(store: Any, rank: int, size: int) -> Any:
-        with descriptors.spare(descriptors.of_a_group(size)):
+        with descriptors.raise_limit(descriptors.of_a_group(size)):
             return _fence_after(functools.partial(method, store, rank, size), size)
 
     return wrapper
@@ -123,7 +123,7 @@ def listening_ports(listeners: set[Listener] | None = None) -> set[int]:
 
 
 def _current_listeners() -> set[Listener]:
-    return set(sockets.listeners().items())
+    return set(sockets.listening_sockets().items())
 
 
 def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> Any:
@@ -138,19 +138,19 @@ def _fence_after(make: Callable[[], Any], size: int, backend: str = "gloo") -> A
     try:
         result = make()
     finally:  # the rendezvous may have opened these
-        _fence(_fenced & before)
+        _fence_listeners(_fenced & before)
     group = result[0] if isinstance(result, tuple) else result
     if not c10d.connects_at_once(backend.lower()):
         listening, connected = sockets.list_sockets()
         new = set(listening.items()) - before
         if new and len(connected) - connections >= len(new) * (group.size() - 1):
-            _fence(new)
+            _fence_listeners(new)
     return result
 
 
-def _fence(listeners: set[Listener]) -> None:
+def _fence_listeners(listeners: set[Listener]) -> None:
     global _fenced
-    sockets.fence({number for number, _ in listeners})
+    sockets.fence_listeners({number for number, _ in listeners})
     _fenced = (_fenced & _current_listeners() if _fenced else _fenced) | listeners
 
 

@@ -30,7 +30,7 @@ OPERATOR_FILE = f"{TORCH}_ops.py"
 """File of the functions through which torch calls its operators."""
 
 
-class Waiting:
+class WaitSampler:
     """A sampler of the time that this rank waits for others."""
 
     def __init__(self) -> None:
@@ -86,4 +86,4 @@ def _is_sleeping() -> bool:
     return stat.rpartition(b")")[2].split()[0] == b"S"  # the state field of proc(5)
 
 
-waiting = Waiting()
+waiting = WaitSampler()

@@ -31,7 +31,7 @@ Ends: TypeAlias = "dict[str, list[Interval]]"
 
 
 @dataclass
-class Recorded:
+class RecordedEvents:
     """Events of all parts of a recording."""
 
     layers: Layers
@@ -43,7 +43,7 @@ class Recorded:
     """Number of events."""
 
 
-def read(events: Iterable[Any], main_thread: int, recorded: Recorded) -> None:
+def read_events(events: Iterable[Any], main_thread: int, recorded: RecordedEvents) -> None:
     """Add the `events` of one part to `recorded`; `main_thread` is the native id of that thread."""
     layers, on_threads = recorded.layers, collections.defaultdict[int, list[Interval]](list)
     backend_threads: set[int] = set()
@@ -88,8 +88,8 @@ def _activity_type(event: Any) -> str:
     return str(event.activity_type()) if hasattr(event, "activity_type") else ""
 
 
-def collectives(
-    recorded: Recorded, entries: Sequence[Entry], ranks: Mapping[str, list[int]], world: Sequence[int]
+def collective_rows(
+    recorded: RecordedEvents, entries: Sequence[Entry], ranks: Mapping[str, list[int]], world: Sequence[int]
 ) -> list[CollectiveRow]:
     """Return the collectives of a recording as rows.
 
@@ -123,7 +123,7 @@ def _call_name(name: str) -> str:
     return name.removeprefix(CALLS[0]).strip("_")
 
 
-def empty(fault: str) -> ProfileReport:
+def empty_report(fault: str) -> ProfileReport:
     """Return a report without figures, which gives `fault` as the reason."""
     return {
         "fault": fault,

@@ -76,7 +76,7 @@ class Sampler:
             return 0
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Return the resident memory of this process in bytes; 0 if it cannot be read."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -34,8 +34,8 @@ from ddip.rank.native import freed, pending_calls
 from ddip.rank.process_group import collectives, flight_recorder
 from ddip.rank.process_group.flight_recorder import Entry
 from ddip.rank.profiling import profile_events, timeline, trace_file
-from ddip.rank.profiling.profile_events import Recorded
-from ddip.rank.profiling.profile_sampler import Sampler, resident
+from ddip.rank.profiling.profile_events import RecordedEvents
+from ddip.rank.profiling.profile_sampler import Sampler, resident_bytes
 from ddip.rank.profiling.timeline import Layers
 from ddip.rank.runtime import c10d, libraries, stacks
 from ddip.rank.runtime.gpu import gpu
@@ -65,7 +65,7 @@ class _Recording:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder if os.access(folder, os.W_OK) else None
-        self.recorded = Recorded(Layers(time.time_ns(), 0))
+        self.recorded = RecordedEvents(Layers(time.time_ns(), 0))
         self.fault = self.note = ""
         self.report: ProfileReport | None = None
         self.trace: IO[bytes] | None = None
@@ -75,7 +75,7 @@ class _Recording:
         self._parts: list[IO[bytes]] = []
         self._starters: dict[str, Callable[..., Any]] = {}
         self._sampler = Sampler(self._check_limits)
-        self._base = resident()
+        self._base = resident_bytes()
         self._due_since: float | None = None
         """Time since which the current part should end, on ``time.monotonic``; None while it may continue."""
         self._pause_requested = False
@@ -98,7 +98,7 @@ class _Recording:
         self.recorded.layers.begin = time.time_ns()
 
     def _start_part(self) -> None:
-        with trace_file.quiet():
+        with trace_file.suppress_messages():
             profiler = torch.profiler.profile(activities=_profiled_activities())
             profiler.start()
         self._profiler = profiler
@@ -109,14 +109,14 @@ class _Recording:
     def _stop_before(self, starter: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `starter` so that this recording stops before the cell's own profiler starts."""
 
-        def start(*args: Any, **kwargs: Any) -> Any:
+        def stop_and_start(*args: Any, **kwargs: Any) -> Any:
             if threading.get_native_id() == self._thread:
                 self.finish(OTHER)
             else:  # it ends our recording, whose export would crash the process (torch 2.14)
                 self.fault = IN_A_THREAD
             return starter(*args, **kwargs)
 
-        return start
+        return stop_and_start
 
     def _stop_part(self) -> Any:
         """Stop the profiler and return it, with its events."""
@@ -124,14 +124,14 @@ class _Recording:
             setattr(torch_profiler, name, starter)
         self._starters = {}
         profiler, self._profiler = self._profiler, None
-        with trace_file.quiet():
+        with trace_file.suppress_messages():
             profiler.stop()
         return profiler
 
     def _read_part(self, profiler: Any) -> None:
         """Read the events of a stopped `profiler`, and export its trace to a file."""
-        profile_events.read(profiler.profiler.kineto_results.events(), self._thread, self.recorded)
-        self._parts.append(trace_file.exported(profiler, self._folder))
+        profile_events.read_events(profiler.profiler.kineto_results.events(), self._thread, self.recorded)
+        self._parts.append(trace_file.export_part(profiler, self._folder))
 
     def _check_limits(self) -> None:
         """Drain a full flight recorder, and request the end of a part that has grown too long.
@@ -142,7 +142,7 @@ class _Recording:
             return
         if _collectives_begun() - self._begun >= DRAIN_AT:
             self._drain_recorder()
-        if self._due_since is None and resident() - self._base > GROWTH_BYTES:
+        if self._due_since is None and resident_bytes() - self._base > GROWTH_BYTES:
             self._due_since = time.monotonic()
         if self._due_since is not None and not self._pause_requested and switches.is_on(switches.PROFILE):
             self._pause_requested = True
@@ -151,7 +151,7 @@ class _Recording:
     def _drain_recorder(self) -> None:
         """Copy the entries of the flight recorder, before it overwrites them."""
         self._begun = _collectives_begun()
-        self._entries |= {entry.record: entry for entry in flight_recorder.entries()}
+        self._entries |= {entry.record: entry for entry in flight_recorder.read_entries()}
 
     def pause(self, path: str) -> None:
         """End the part if it is due and `path`, the file of the running code, is not a library's.
@@ -171,7 +171,7 @@ class _Recording:
     def _next_part(self) -> None:
         end = time.time_ns()
         self._read_part(self._stop_part())
-        self._due_since, self._base = None, resident()
+        self._due_since, self._base = None, resident_bytes()
         if self.recorded.count < MOST_EVENTS:
             self._start_part()
         else:
@@ -198,30 +198,30 @@ class _Recording:
         self.note = why
         self._drain_recorder()
         self._world = list(range(dist.get_world_size())) if dist.is_initialized() else []
-        self._groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.groups().items()}
+        self._groups = {name: dist.get_process_group_ranks(group) for group, name in c10d.named_groups().items()}
 
     # -- afterwards
 
     def collect(self, path: str) -> ProfileReport:
-        """Return the report; the first call also writes the trace to `path` ("": keeps it for `part`)."""
+        """Return the report; the first call also writes the trace to `path` ("": keeps it for `trace_part`)."""
         if self.report is None:
             try:
                 self.report = self._build_report(path)
             except Exception as error:
                 self.fault = f"{type(error).__name__}: {error}"
             if self.report is None:
-                self.report = profile_events.empty(self.fault or "nothing was recorded")
+                self.report = profile_events.empty_report(self.fault or "nothing was recorded")
         return self.report
 
     def _build_report(self, path: str) -> ProfileReport | None:
         if self.fault or not self._parts:
             return None
-        divided = timeline.divide(self.recorded.layers)
+        divided = timeline.divide_time(self.recorded.layers)
         size = self._write_trace(path)
         entries = sorted(self._entries.values(), key=lambda entry: entry.record)
-        rows: list[CollectiveRow] = profile_events.collectives(self.recorded, entries, self._groups, self._world)
+        rows: list[CollectiveRow] = profile_events.collective_rows(self.recorded, entries, self._groups, self._world)
         report: ProfileReport = {
-            **profile_events.empty(""),
+            **profile_events.empty_report(""),
             "note": self.note,
             "begin": self.recorded.layers.begin,
             "end": self.recorded.layers.end,
@@ -234,7 +234,7 @@ class _Recording:
             "events": self.recorded.count,
             "size": size,
         }
-        self.recorded = Recorded(Layers(0, 0))
+        self.recorded = RecordedEvents(Layers(0, 0))
         freed.give_back_all()
         return report
 
@@ -244,7 +244,7 @@ class _Recording:
             partial = Path(f"{path}.part")
             try:
                 with partial.open("wb") as file:
-                    trace_file.write(self._parts, file)
+                    trace_file.write_trace(self._parts, file)
                     size = file.tell()
                 partial.replace(path)
             except BaseException:
@@ -252,7 +252,7 @@ class _Recording:
                 raise
         else:  # it stays open until the notebook has fetched it
             self.trace = tempfile.TemporaryFile()  # noqa: SIM115
-            trace_file.write(self._parts, self.trace)
+            trace_file.write_trace(self._parts, self.trace)
             size = self.trace.tell()
         self._parts.clear()
         return size
@@ -272,7 +272,7 @@ def _on_main_thread(frame: FrameType) -> None:
         _recording.pause(frame.f_code.co_filename)
 
 
-_ask_main_thread = pending_calls.prepare(_on_main_thread)
+_ask_main_thread = pending_calls.prepare_call(_on_main_thread)
 
 
 def _profiled_activities() -> list[Any]:
@@ -282,14 +282,14 @@ def _profiled_activities() -> list[Any]:
 
 def _collectives_begun() -> int:
     with contextlib.suppress(Exception):
-        return sum(collectives.counts().values())
+        return sum(collectives.counts_by_group().values())
     return 0
 
 
 # -- what the kernel calls
 
 
-def ask(wanted: str) -> None:
+def request_recording(wanted: str) -> None:
     """Prepare for the next cell: `wanted` is the folder for its trace, or "" if it is not profiled."""
     global _wanted, _recording
     _wanted = wanted
@@ -298,7 +298,7 @@ def ask(wanted: str) -> None:
         former.drop()
 
 
-def begin() -> None:
+def begin_recording() -> None:
     """Start recording if the cell that begins is to be profiled."""
     global _recording, _wanted
     folder, _wanted = _wanted, ""
@@ -311,7 +311,7 @@ def begin() -> None:
                 _recording.fault = f"{type(error).__name__}: {error}"
 
 
-def end() -> None:
+def end_recording() -> None:
     """Stop recording at the end of the cell."""
     if _recording is not None:
         _recording.finish()
@@ -321,23 +321,25 @@ def end() -> None:
 
 
 @functools.cache
-def prepare() -> None:
+def prepare_profile() -> None:
     """Run an empty profile before the first profiled cell.
 
     torch's profiler imports modules for seconds, and some ranks take longer than others.
     """
     if not torch_profiler._is_profiler_enabled:
-        with trace_file.quiet(), torch.profiler.profile(activities=_profiled_activities()):
+        with trace_file.suppress_messages(), torch.profiler.profile(activities=_profiled_activities()):
             pass
 
 
-def collect(path: str) -> ProfileReport:
-    """Return the report of the last cell, and write its trace to `path` ("": keep it for `part`)."""
-    return profile_events.empty("the cell has not begun there") if _recording is None else _recording.collect(path)
+def collect_profile(path: str) -> ProfileReport:
+    """Return the report of the last cell, and write its trace to `path` ("": keep it for `trace_part`)."""
+    return (
+        profile_events.empty_report("the cell has not begun there") if _recording is None else _recording.collect(path)
+    )
 
 
-def part(begin: int, end: int) -> bytes:
-    """Return the bytes from `begin` to `end` of the kept trace; an empty range frees the trace."""
+def trace_part(begin: int, end: int) -> bytes:
+    """Return the bytes from `begin_recording` to `end_recording` of the kept trace; an empty range frees the trace."""
     trace = None if _recording is None else _recording.trace
     if trace is None or begin >= end:
         if trace is not None:
@@ -347,6 +349,6 @@ def part(begin: int, end: int) -> bytes:
     return trace.read(end - begin)
 
 
-def clock() -> int:
+def read_clock() -> int:
     """Return this host's time in nanoseconds; runs on the control thread."""
     return time.time_ns()

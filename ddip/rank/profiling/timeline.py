@@ -49,7 +49,7 @@ class Layers:
 
 
 @dataclass
-class Divided:
+class TimeBreakdown:
     """A rank's time by cause, in seconds.
 
     `compute`, `loading`, `idle` and the weighted pieces of `communication` add up to the whole time.
@@ -63,14 +63,14 @@ class Divided:
     communication: list[Piece] = field(default_factory=list)
 
 
-def divide(layers: Layers) -> Divided:
+def divide_time(layers: Layers) -> TimeBreakdown:
     """Attribute the time of `layers` to causes, for each interval between two CPU time samples."""
     slots = _sample_slots(layers)
     begins = [begin for begin, _, _ in slots]
     stretches = collections.defaultdict[int, list[tuple[int, int, str]]](list)
     for begin, end, kind in _layer_stretches(layers, begins):
         stretches[bisect.bisect_right(begins, begin) - 1].append((begin, end, kind))
-    divided = Divided()
+    divided = TimeBreakdown()
     for number, (_, _, blocked) in enumerate(slots):
         _add_slot(divided, stretches[number], blocked)
     divided.communication = _merge_pieces(divided.communication)
@@ -112,7 +112,7 @@ def _sample_slots(layers: Layers) -> list[tuple[int, int, float | None]]:
     return sorted(found, key=lambda slot: slot[0])
 
 
-def _add_slot(divided: Divided, stretches: Sequence[tuple[int, int, str]], blocked: float | None) -> None:
+def _add_slot(divided: TimeBreakdown, stretches: Sequence[tuple[int, int, str]], blocked: float | None) -> None:
     """Add a slot's stretches to `divided`; the main thread was `blocked` for that many nanoseconds of it.
 
     Blocked time is attributed to gloo transfers first, then to transfers beside operations, then to the loader and idle

@@ -18,7 +18,7 @@ LEVEL, SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_messages() -> Iterator[None]:
     """Suppress warnings, which the cell may have turned into errors, and the messages of Kineto on stderr.
 
     Kineto reads its log level from the environment when it is first used.
@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
             os.environ.pop(LEVEL, None)
 
 
-def exported(profiler: Any, folder: str | None = None) -> IO[bytes]:
+def export_part(profiler: Any, folder: str | None = None) -> IO[bytes]:
     """Export a part's trace and return it as an open file that is already deleted.
 
     Kineto can only write to a path, so the file is first made in `folder`, or in the folder for temporary files.
@@ -41,7 +41,7 @@ def exported(profiler: Any, folder: str | None = None) -> IO[bytes]:
     if dist.is_initialized() and profiler._get_distributed_info() is None:
         info = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
         profiler.add_metadata_json("distributedInfo", json.dumps(info))
-    with tempfile.TemporaryDirectory(prefix="ddip-profile-", dir=folder) as scratch, quiet():
+    with tempfile.TemporaryDirectory(prefix="ddip-profile-", dir=folder) as scratch, suppress_messages():
         path = Path(scratch) / "part.json"
         profiler.export_chrome_trace(str(path))
         return path.open("rb")
@@ -50,7 +50,7 @@ def exported(profiler: Any, folder: str | None = None) -> IO[bytes]:
 BEGIN, END = b'"traceEvents": [', b'"traceName"'
 
 
-def write(parts: list[IO[bytes]], to: IO[bytes]) -> None:
+def write_trace(parts: list[IO[bytes]], to: IO[bytes]) -> None:
     """Write one compressed trace: the first part with the events of the others added; closes `parts`."""
     with gzip.GzipFile(fileobj=to, mode="wb", compresslevel=4) as packed:
         tail = b""

@@ -22,7 +22,7 @@ TO_END = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals whose handler may end the rank with SystemExit; for other signals that is an error."""
 
 
-class Aside:
+class InterpreterSettings:
     """The interpreter settings of cells; its methods run on the main thread.
 
     `end` is called if a handler exits, and `say` with a line for the user if a handler raises or a setting is changed.
@@ -83,7 +83,7 @@ class Aside:
     def _shield(self, handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], None]:
         """Wrap `handler` so that its exceptions are reported and do not propagate."""
 
-        def handle(number: int, frame: FrameType | None) -> None:
+        def handle_signal(number: int, frame: FrameType | None) -> None:
             try:
                 handler(number, frame)
             except BaseException as error:  # it would end code of ipykernel
@@ -93,4 +93,4 @@ class Aside:
                     text = "".join(traceback.format_exception_only(type(error), error)).strip()
                     self._say(f"a handler of {signal.Signals(number).name} raised between two cells: {text}")
 
-        return handle
+        return handle_signal

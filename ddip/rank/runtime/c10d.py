@@ -33,12 +33,12 @@ TABLES = (
 """Tables of ``distributed_c10d._world`` with an entry per group."""
 
 
-def world() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
     """Return the default group; None if there is none."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def subgroups() -> int:
+def count_subgroups() -> int:
     """Return the number of groups besides the default one."""
     return max(0, len(distributed_c10d._world.pg_names) - 1)
 
@@ -49,7 +49,7 @@ def has_rpc() -> bool:
     return is_available and rpc.api._is_current_rpc_agent_set()  # type: ignore[attr-defined, no-any-return]
 
 
-def groups() -> dict[dist.ProcessGroup, str]:
+def named_groups() -> dict[dist.ProcessGroup, str]:
     """Return all groups of this rank with their names, which are the same on all ranks."""
     return dict(distributed_c10d._world.pg_names) if dist.is_initialized() else {}
 
@@ -97,7 +97,7 @@ def _device_backends() -> list[Any]:
     Their collectives return before they are done.
     """
     found: list[Any] = []
-    for group in groups() if compat_torch.is_on(compat_torch.COUNTS) else ():
+    for group in named_groups() if compat_torch.is_on(compat_torch.COUNTS) else ():
         by_type: dict[str, Any] = {}
         for device in group._device_types:
             with contextlib.suppress(RuntimeError):
@@ -141,7 +141,7 @@ _aborts: list[threading.Thread] = []
 """Threads of these aborts."""
 
 
-def abort() -> None:
+def abort_collectives() -> None:
     """Begin to abort pending collectives in accelerator backends (NCCL); see `wait_for_aborts`.
 
     ``abort`` is public since torch 2.6; before, it was a private method, named ``_shutdown`` in 2.4. Each abort has a
@@ -171,7 +171,7 @@ def _call_without_errors(stop: Any) -> None:
         stop()
 
 
-def forget() -> None:
+def destroy_groups() -> None:
     """Destroy all groups in whatever state; stuck collectives must have been aborted before."""
     with contextlib.suppress(Exception):  # if a backend fails to shut down, the group is removed all the same
         if dist.is_initialized():
@@ -188,15 +188,15 @@ def forget() -> None:
 
 def share_state(module: torch.nn.Module, leave_out: Collection[str], bucket_bytes: int) -> None:
     """Send rank 0's parameters and buffers of `module` to all ranks, except the names in `leave_out`."""
-    group = world()
+    group = default_group()
     assert group is not None
     distributed_utils._sync_module_states(module, group, bucket_bytes, 0, leave_out, broadcast_buffers=True)
 
 
 def set_timeout(timeout: timedelta) -> None:
     """Set the timeout of the default group and its store."""
-    set_group_timeout(timeout, world())
-    store().set_timeout(timeout)
+    set_group_timeout(timeout, default_group())
+    default_store().set_timeout(timeout)
 
 
 def set_group_timeout(timeout: timedelta, group: Any) -> None:
@@ -218,7 +218,7 @@ def setup_timeout(seconds: float) -> timedelta:
     return dist.default_pg_timeout if is_detail else timedelta(seconds=seconds)
 
 
-def store() -> Any:
+def default_store() -> Any:
     """Return the store of the default group; torch has no public function for it."""
     return distributed_c10d._get_default_store()
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-_name = ""  # returned by `name`
-_ranks: tuple[int, ...] = ()  # returned by `ranks`
+_name = ""  # returned by `cell_name`
+_ranks: tuple[int, ...] = ()  # returned by `cell_ranks`
 _rich = True  # returned by `is_rich`
 
 
-def begin(name: str, ranks: list[int], rich: bool) -> None:
-    """Store the facts about a cell that begins on `ranks`; `rich` says that the notebook can show HTML."""
+def begin_cell(name: str, ranks: list[int], rich: bool) -> None:
+    """Store the facts about a cell that begins on `cell_ranks`; `rich` says that the notebook can show HTML."""
     global _name, _ranks, _rich
     _name, _ranks, _rich = name, tuple(ranks), rich
 
 
-def name() -> str:
+def cell_name() -> str:
     """Return the name of the cell, which is the same on every rank that runs it."""
     return _name
 
 
-def ranks() -> tuple[int, ...]:
+def cell_ranks() -> tuple[int, ...]:
     """Return the ranks that run the cell."""
     return _ranks
 

@@ -15,7 +15,7 @@ MORE = 1024
 
 _lock = threading.Lock()
 _users = 0
-"""Number of callers in `spare`."""
+"""Number of callers in `raise_limit`."""
 _former = (0, 0)
 """Soft and hard limit before the first of them."""
 
@@ -26,7 +26,7 @@ def of_a_group(size: int) -> int:
 
 
 @contextlib.contextmanager
-def spare(count: int) -> Iterator[None]:
+def raise_limit(count: int) -> Iterator[None]:
     """Raise the limit so that `count` more descriptors can be opened, and restore it on exit.
 
     torch's C++ code ends the process if it gets no descriptor. Main thread and control thread may be in here at the

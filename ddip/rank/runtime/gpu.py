@@ -139,7 +139,7 @@ class Gpu:
         """Wait for the GPU for at most `seconds` and return its state; store the error of a lost context."""
         errors: list[RuntimeError] = []
 
-        def wait() -> None:
+        def synchronize_device() -> None:
             for _ in range(2):  # some errors are raised only once, those of a lost context always
                 try:
                     self._synchronize()
@@ -148,7 +148,7 @@ class Gpu:
                 except RuntimeError as error:
                     errors.append(error)
 
-        thread = threading.Thread(target=wait, name="ddip-gpu", daemon=True)
+        thread = threading.Thread(target=synchronize_device, name="ddip-gpu", daemon=True)
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
@@ -204,6 +204,6 @@ def _empty_pinned() -> None:
 gpu = Gpu()
 
 
-def settle() -> GpuState:
+def settle_gpu() -> GpuState:
     """Return the GPU's state after a cell (`Gpu.settle`)."""
     return gpu.settle()

@@ -249,13 +249,13 @@ def set_collect(collect: bool) -> None:
     cells.collect = collect
 
 
-def hello() -> Hello:
+def make_hello() -> Hello:
     """Return versions, host, PID and capabilities of this process; turns off native mechanisms that fail."""
     import torch.distributed as dist
 
     self_tests.turn_off_failing()
 
-    def available(backend: str) -> bool:
+    def is_available(backend: str) -> bool:
         return bool(getattr(dist, f"is_{backend}_available", lambda: True)())
 
     return {
@@ -267,7 +267,7 @@ def hello() -> Hello:
         "off": compat.find_off(compat_torch.NAMES, compat_ipython.RANK_KERNEL, compat_ipython.RANK_SHELL),
         "native_off": switches.find_off(),
         "backends": [
-            name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and available(name)
+            name for name in dist.Backend.backend_list if name not in ("undefined", "fake") and is_available(name)
         ],
     }
 
@@ -284,7 +284,7 @@ def _resident_bytes() -> int | None:
     return int(psutil.Process().memory_info().rss)
 
 
-def figures() -> Figures:
+def rank_figures() -> Figures:
     """Return memory (bytes), state, and seconds of the last cell; may be called while a cell runs."""
     return {
         "memory": _resident_bytes(),

@@ -70,7 +70,7 @@ def _is_imported(caller: FrameType | None) -> bool:
     return caller is not None and caller.f_code.co_filename == "<frozen importlib._bootstrap>"
 
 
-class Patience:
+class InterruptDelay:
     """Decide how long the interrupts of one cell are delayed."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Patience:
         return self._tries_at_position < SAME_PLACE and now < self._imports_since + LONGEST_SECONDS
 
 
-def interrupt(frame: FrameType | None) -> KeyboardInterrupt:
+def make_interrupt(frame: FrameType | None) -> KeyboardInterrupt:
     """Return the exception to raise at `frame`; it has a hint if an import is interrupted half-way."""
     library = library_in(frame)
     if not library:

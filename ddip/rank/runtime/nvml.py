@@ -43,7 +43,7 @@ class Driver:
                 name = device_name(gpu.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"), gpu.device.index or 0)
                 by_name = nvml.nvmlDeviceGetHandleByUUID
                 self._handle = by_name(name) if isinstance(name, str) else nvml.nvmlDeviceGetHandleByIndex(name)
-            self._figures = read(nvml, self._handle)
+            self._figures = read_figures(nvml, self._handle)
         except Exception:  # no library, driver or GPU: the view omits these columns
             self._is_missing, self._figures = True, None
 
@@ -60,7 +60,7 @@ def device_name(uuid: str, visible: str | None, index: int) -> str | int:
     return int(name) if name.isdigit() else name
 
 
-def read(nvml: Any, handle: Any) -> DeviceFigures:
+def read_figures(nvml: Any, handle: Any) -> DeviceFigures:
     """Return the figures of one GPU, read with the library `nvml`."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     temperature = None

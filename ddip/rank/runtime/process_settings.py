@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from ddip.protocol import compat_torch
-from ddip.protocol.reports import SettingLeft
+from ddip.protocol.reports import ChangedSetting
 from ddip.rank.runtime.libraries import is_librarys
 
 DEVICES = ("cpu", "cuda")
@@ -324,12 +324,12 @@ def begin_cell() -> None:
         _before[name] = setting.read()
 
 
-def end_cell(error: BaseException | None) -> list[SettingLeft]:
+def end_cell(error: BaseException | None) -> list[ChangedSetting]:
     """Restore or report the settings that have changed when a cell ends, perhaps with `error`.
 
     Settings are restored if `error` cut off the code that would have restored them; the others are returned.
     """
-    changed: list[SettingLeft] = []
+    changed: list[ChangedSetting] = []
     cut_off: set[str] | None = None
     for name, before in _before.items():
         setting = SETTINGS[name]
@@ -342,7 +342,7 @@ def end_cell(error: BaseException | None) -> list[SettingLeft]:
             setting.write(before)
         elif name != ENVIRONMENT or _changed_names(before, after):
             description, line = setting.describe(before, after), setting.restore(before, after)
-            changed.append(SettingLeft(left=description, restore=line, differs_by_rank=setting.differs_by_rank))
+            changed.append(ChangedSetting(left=description, restore=line, differs_by_rank=setting.differs_by_rank))
     return changed
 
 

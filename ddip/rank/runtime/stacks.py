@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from IPython.core.getipython import get_ipython
 
 from ddip.protocol.location import Stack, StackLocation
-from ddip.protocol.remote import call
+from ddip.protocol.remote import call_target
 from ddip.rank.runtime import stores
 from ddip.rank.runtime.gpu import Gpu, gpu
 from ddip.rank.runtime.housekeeping import attribute_of, cells
@@ -56,7 +56,11 @@ def _cell_frames() -> list[FrameType]:
     while frames and frames[0].f_code.co_filename in WAIT_FILES:
         frames.pop(0)
     outermost = max(
-        (i for i, frame in enumerate(frames) if frame.f_code.co_name == "run_code" or frame.f_code == call.__code__),
+        (
+            i
+            for i, frame in enumerate(frames)
+            if frame.f_code.co_name == "run_code" or frame.f_code == call_target.__code__
+        ),
         default=0,
     )
     return frames[:outermost]
@@ -112,13 +116,13 @@ def may_interrupt(frame: FrameType | None) -> bool:
             return False
         if name == "run_code" or frame.f_code in _run_user_code:
             return True
-        if frame.f_code == call.__code__:
+        if frame.f_code == call_target.__code__:
             return frame.f_back is None or frame.f_back.f_code not in _around_cells
         frame = frame.f_back
     return False
 
 
-def phase() -> str:
+def main_thread_phase() -> str:
     """Return what the main thread does: ``code`` of a cell, ``ending`` a cell, or ``idle``.
 
     Imports of libraries, which delay interrupts (``libraries.py``), also count as ``ending``.
@@ -195,7 +199,7 @@ def place_on_gpu() -> StackLocation:
     return replace(place_of_line(code, number) if code else StackLocation(inner=AT_THE_END), function=ON_GPU)
 
 
-def here() -> dict[str, Any]:
+def main_thread_location() -> dict[str, Any]:
     """Return the `StackLocation` of the main thread as a dict."""
     return asdict(_locate_main_thread(_cell_frames()))
 
@@ -212,7 +216,7 @@ def running_cell() -> int | None:
     return cell_number(frames[-1].f_code) if frames else None
 
 
-def pulse() -> tuple[int, float]:
+def main_thread_pulse() -> tuple[int, float]:
     """Return a number that changes when the main thread moves, and the seconds for which it was active.
 
     Active time is CPU time plus waits for a core, because a rank that works gets little CPU time on a loaded machine.

@@ -47,7 +47,7 @@ _served: set[int] = set()
 
 
 @functools.cache
-def watch(released: Callable[[], bool]) -> None:
+def patch_stores(released: Callable[[], bool]) -> None:
     """Patch torch's stores so that waits in this process end when `released` returns True."""
     _torch.Store.wait = _wrap_wait(_torch.Store.wait, released)
     _torch.Store.get = _wrap_get(_torch.Store.get)
@@ -62,7 +62,7 @@ def watch(released: Callable[[], bool]) -> None:
     _torch.TCPStore.__init__ = _wrap_tcp_store_init(_torch.TCPStore.__init__, released)
 
 
-def listen(address: str) -> int:
+def serve_store(address: str) -> int:
     """Serve the store of the next group on a free port of `address` only; return the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
@@ -79,7 +79,7 @@ def listen(address: str) -> int:
     return port
 
 
-def client(store: str, rank: int, seconds: float) -> Any:
+def connect_store(store: str, rank: int, seconds: float) -> Any:
     """Return the store ``tcp://address:port/number`` for use by `rank`; rank 0 serves it already.
 
     Raises DistStoreError if the store cannot be reached within `seconds`, or the wait is aborted.
@@ -139,7 +139,7 @@ def _wrap_barrier(method: Method) -> Method:
 
 
 def _wrap_queue_pop(released: Callable[[], bool]) -> Callable[[Method], Method]:
-    def wrap(method: Method) -> Method:
+    def wrap_method(method: Method) -> Method:
         @functools.wraps(method)
         def wrapper(store: Any, key: str, block: bool = True) -> Any:
             inner = _unwrap_prefixes(store)
@@ -159,7 +159,7 @@ def _wrap_queue_pop(released: Callable[[], bool]) -> Callable[[Method], Method]:
 
         return wrapper
 
-    return wrap
+    return wrap_method
 
 
 def _wrap_tcp_store_init(method: Method, released: Callable[[], bool]) -> Method:
@@ -181,7 +181,7 @@ def _wrap_tcp_store_init(method: Method, released: Callable[[], bool]) -> Method
     return wrapper
 
 
-def ports() -> set[int]:
+def served_ports() -> set[int]:
     """Return the ports on which this rank has served stores; it also connects to these itself."""
     return set(_served)
 

@@ -59,7 +59,7 @@ HIDDEN = {"IPython"}
 
 
 @dataclass(frozen=True)
-class Told:
+class ErrorText:
     """An exception as text."""
 
     name: str
@@ -78,7 +78,7 @@ class _Results:
     traceback: list[str] | None = None
 
 
-def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
+def format_error(error: BaseException, rich: Callable[[], list[str]] | None) -> ErrorText:
     """Format `error` with the traceback that `rich` returns, or with Python's.
 
     Python's is used if `rich` is None, fails, or takes too long. Never raises, and returns within twice `WAIT_SECONDS`,
@@ -89,7 +89,7 @@ def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
         rich = None
     found = _Results()
 
-    def find() -> None:
+    def fill_results() -> None:
         for link in links:
             _store_message(link, found)
         if rich is not None and all(whole for _, whole in found.messages.values()):
@@ -99,11 +99,11 @@ def tell(error: BaseException, rich: Callable[[], list[str]] | None) -> Told:
         if found.traceback is None:
             found.traceback = _python_traceback(links, left_out, found)
 
-    _within_limits(find)
+    _within_limits(fill_results)
     message, whole = _message_of(error, found)
     if found.traceback is None:  # timed out
         _within_limits(lambda: setattr(found, "traceback", _python_traceback(links, left_out, found)))
-    return Told(type(error).__name__, message, found.traceback or [_last_line(error, found)], whole)
+    return ErrorText(type(error).__name__, message, found.traceback or [_last_line(error, found)], whole)
 
 
 def forget_sources() -> None:
@@ -143,7 +143,7 @@ def _within_limits(function: Callable[[], None]) -> None:
     ended.acquire()
     ident: list[int] = []
 
-    def run() -> None:
+    def run_function() -> None:
         try:
             ident.append(_thread.get_ident())
             context.run(function)
@@ -154,9 +154,9 @@ def _within_limits(function: Callable[[], None]) -> None:
 
     cpu, wall = time.process_time(), time.monotonic() + WAIT_SECONDS
     try:
-        _thread.start_new_thread(run, ())
+        _thread.start_new_thread(run_function, ())
     except RuntimeError:  # no more threads can be started
-        run()
+        run_function()
         return
     try:
         while not ended.acquire(timeout=0.02):

@@ -57,7 +57,7 @@ class CellLog:
         self.close()
 
 
-def begin(request: str, prefix: str, rank: int) -> None:
+def open_log(request: str, prefix: str, rank: int) -> None:
     """Open the log ``{prefix}.{rank}.log`` for the output of the cell with this `request` id."""
     _logs[request] = CellLog(f"{prefix}.{rank}.log")
     if len(_logs) > MAX_OPEN_LOGS:
@@ -69,13 +69,13 @@ def has_log(request: str) -> bool:
     return request in _logs
 
 
-def write(request: str, text: str) -> None:
+def write_text(request: str, text: str) -> None:
     """Append `text` to the log of the cell with this `request` id, if it has one."""
     if request in _logs:
         _logs[request].write(text)
 
 
-def end(request: str, traceback: list[str]) -> str:
+def finish_log(request: str, traceback: list[str]) -> str:
     """Append the lines of `traceback` without ANSI colors when the cell has ended.
 
     Returns a message for the user if the log could not be written, otherwise an empty string. The file stays open.

@@ -33,7 +33,7 @@ LOG_BYTES = 1_000_000
 """Size from which a rank's log of descriptor output is truncated and begun again."""
 
 
-class Written(NamedTuple):
+class ProcessText(NamedTuple):
     """Text that a process has written to a stream."""
 
     writer: int
@@ -49,10 +49,10 @@ class Written(NamedTuple):
 class Lines:
     """A buffer that joins the writes of each process to lines, since ``print`` writes a line in parts."""
 
-    _incomplete: dict[int, Written] = field(default_factory=dict)
+    _incomplete: dict[int, ProcessText] = field(default_factory=dict)
     """Incomplete lines, by PID, or by the negative number of the descriptor."""
 
-    def add(self, new: Written) -> Iterator[Written]:
+    def add(self, new: ProcessText) -> Iterator[ProcessText]:
         """Add `new`; yield complete lines, and a line that its process left incomplete on another stream."""
         key = new.writer or -new.stream
         before = self._incomplete.pop(key, None)
@@ -65,15 +65,15 @@ class Lines:
         if len(text) - end > LINE_CHARACTERS:
             end = len(text)
         if end:
-            yield Written(new.writer, new.stream, new.request, text[:end])
+            yield ProcessText(new.writer, new.stream, new.request, text[:end])
         if end < len(text):
-            self._incomplete[key] = Written(new.writer, new.stream, new.request, text[end:])
+            self._incomplete[key] = ProcessText(new.writer, new.stream, new.request, text[end:])
 
     def __bool__(self) -> bool:
         """Return whether the buffer holds an incomplete line."""
         return bool(self._incomplete)
 
-    def rest(self) -> list[Written]:
+    def rest(self) -> list[ProcessText]:
         """Remove and return all incomplete lines."""
         incomplete, self._incomplete = self._incomplete, {}
         return list(incomplete.values())
@@ -115,7 +115,7 @@ class Records(Pipe):
                 data = text[begin : begin + step].encode("utf-8", "backslashreplace")
                 os.write(self.writes, HEAD.pack(size + len(data), stream, writer, len(name)) + name + data)
 
-    def take(self) -> list[Written]:
+    def take(self) -> list[ProcessText]:
         """Read the records that have arrived; join consecutive ones of the same process, stream and request."""
         data, begin, found, row, texts = self._unread + self.read(), 0, [], None, list[bytes]()
         while begin + HEAD.size <= len(data):
@@ -137,9 +137,9 @@ class Records(Pipe):
         return found if row is None else [*found, _join_texts(row, texts)]
 
 
-def _join_texts(row: tuple[int, int, bytes], texts: list[bytes]) -> Written:
+def _join_texts(row: tuple[int, int, bytes], texts: list[bytes]) -> ProcessText:
     writer, stream, request = row
-    return Written(writer, stream, request.decode(errors="replace"), b"".join(texts).decode(errors="replace"))
+    return ProcessText(writer, stream, request.decode(errors="replace"), b"".join(texts).decode(errors="replace"))
 
 
 class Descriptor(Pipe):
@@ -153,13 +153,13 @@ class Descriptor(Pipe):
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be split between two reads
         os.dup2(self.writes, number)
 
-    def take(self) -> list[Written]:
+    def take(self) -> list[ProcessText]:
         """Read the text that has arrived, and append it to the log."""
         data = self.read()
         with contextlib.suppress(OSError):  # the disk may be full
             self._append_to_log(data)
         text = self._decoder.decode(data)
-        return [Written(0, self._number, None, text)] if text else []
+        return [ProcessText(0, self._number, None, text)] if text else []
 
     def _append_to_log(self, data: bytes) -> None:
         """Append `data` to the log, truncating it first if it has grown too large; raises OSError."""
@@ -208,7 +208,7 @@ class Pipes:
         """Return whether an incomplete line has been read."""
         return bool(self._lines)
 
-    def take(self) -> Iterator[Written]:
+    def take(self) -> Iterator[ProcessText]:
         """Read all pipes and yield what can be shown now."""
         if not self._poll.poll(0):  # usually; reading each empty pipe takes longer
             return
@@ -216,6 +216,6 @@ class Pipes:
             for written in pipe.take():
                 yield from self._lines.add(written)
 
-    def rest(self) -> list[Written]:
+    def rest(self) -> list[ProcessText]:
         """Remove and return all incomplete lines."""
         return self._lines.rest()

@@ -24,7 +24,7 @@ from tornado.ioloop import IOLoop
 from ddip.protocol.old_versions import RequestBuffers
 from ddip.rank.streams import cell_log
 from ddip.rank.streams.limiter import Chunk, OutputLimiter
-from ddip.rank.streams.pipes import Pipe, Pipes, Written
+from ddip.rank.streams.pipes import Pipe, Pipes, ProcessText
 
 DESCRIPTORS = {"stdout": 1, "stderr": 2}
 PAUSE_SECONDS = 10e-6
@@ -202,7 +202,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         """Queue incomplete lines of other writers, which precede the text in this process' buffers."""
         self._queue.extend(map(self._attribute, self._pipes.rest()))
 
-    def _attribute(self, written: Written) -> tuple[RankStream, dict[str, Any], str]:
+    def _attribute(self, written: ProcessText) -> tuple[RankStream, dict[str, Any], str]:
         """Return `written` as a queue entry of its cell.
 
         That is the cell that forked the writer, or the latest cell for text from a descriptor.
@@ -316,7 +316,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
 
     def _send_limited(self, text: str, parent: dict[str, Any]) -> None:
         """Log `text` of the cell with the header `parent`, and send what its limiter lets through."""
-        cell_log.write(parent.get("msg_id", ""), text)
+        cell_log.write_text(parent.get("msg_id", ""), text)
         RankStream.last_text = text[-300:]
         limiter = self._limiters.get(parent.get("msg_id", ""))
         if limiter is None:

@@ -72,7 +72,7 @@ class SavedState:
         """Save the variables `which` of `names`; None means all, and `restore` then removes new ones."""
         before = dict(names) if which is None else {name: names.get(name, _NOTHING) for name in which}
 
-        def undo() -> None:
+        def restore_names() -> None:
             for name in list(names) if which is None else before:
                 value = before.get(name, _NOTHING)
                 if value is _NOTHING:
@@ -80,7 +80,7 @@ class SavedState:
                 elif names.get(name, _NOTHING) is not value:
                     names[name] = value
 
-        self._undo.append(undo)
+        self._undo.append(restore_names)
         for value in before.values():
             self._keep(value, depth)
 
@@ -102,14 +102,14 @@ class SavedState:
     def _keep_container(self, value: Any) -> None:
         before = list(value.items()) if isinstance(value, dict) else list(value)
 
-        def undo() -> None:
+        def restore_container() -> None:
             now = list(value.items()) if isinstance(value, dict) else list(value)
             if len(now) == len(before) and all(map(_is_same, now, before)):
                 return
             value.clear()
             (value.update if isinstance(value, dict | set) else value.extend)(before)
 
-        self._undo.append(undo)
+        self._undo.append(restore_container)
 
 
 def _copy_into(tensor: torch.Tensor, before: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class BatchRecord:
                 setattr(learn, name, value)
 
 
-def merge(learn: Learner, metrics: Sequence[Metric], record: BatchRecord) -> None:
+def merge_states(learn: Learner, metrics: Sequence[Metric], record: BatchRecord) -> None:
     """Give each metric the state accumulated by all ranks together. A collective."""
     states = [{name: vars(metric).get(name) for name in _state_attributes(metric)} for metric in metrics]
     replayed = [metric for metric in metrics if needs_batches(metric)]
@@ -103,7 +103,7 @@ def _add_up(values: list[Any]) -> Any:
 
 def save_states(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """Return the current states of `metrics`, for `restore_states`."""
-    return [{name: _copied(value) for name, value in vars(metric).items()} for metric in metrics]
+    return [{name: _copy_mutable(value) for name, value in vars(metric).items()} for metric in metrics]
 
 
 def restore_states(metrics: Sequence[Metric], states: list[dict[str, Any]]) -> None:
@@ -112,7 +112,7 @@ def restore_states(metrics: Sequence[Metric], states: list[dict[str, Any]]) -> N
         vars(metric).update(state)
 
 
-def _copied(value: Any) -> Any:
+def _copy_mutable(value: Any) -> Any:
     """Return a copy of a value that metrics change in place; other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.clone()

@@ -35,7 +35,7 @@ def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
     return [size for size in sizes if size == bs or not drop_last]
 
 
-def training(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = False) -> Plan:
+def assign_training_batches(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = False) -> Plan:
     """Return the plan of one of `size` ranks for batches of these `sizes`.
 
     In step s, the ranks have the batches s * size, s * size + 1, ...: together, they form batch s of one process whose
@@ -63,13 +63,13 @@ def _batches_of_step(whole: int, step: int, size: int, in_runs: bool) -> list[in
     return [begin + step if step < each + (rank < more) else None for rank, begin in enumerate(begins)]
 
 
-def evaluation(whole: int, rank: int, size: int) -> range:
+def assign_evaluation_batches(whole: int, rank: int, size: int) -> range:
     """Return the numbers of the batches that `rank` evaluates; each of the `whole` batches is on one rank."""
     return range(rank, whole, size)
 
 
 def in_order(parts: Sequence[Sequence[T]]) -> list[T]:
-    """Return the ranks' results for the batches of an `evaluation`, in the order of the batches."""
+    """Return the ranks' results for the batches of an `assign_evaluation_batches`, in the order of the batches."""
     rounds = max(map(len, parts), default=0)
     return [part[number] for number in range(rounds) for part in parts if number < len(part)]
 

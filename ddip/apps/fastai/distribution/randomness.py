@@ -46,7 +46,7 @@ class State(NamedTuple):
         numpy = self.numpy["state"]
         cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
         of_torch = self.torch.numpy().tobytes(), cuda
-        return rank_exchange.fingerprint((self.python, numpy["key"].tobytes(), numpy["pos"], *of_torch))
+        return rank_exchange.fingerprint_value((self.python, numpy["key"].tobytes(), numpy["pos"], *of_torch))
 
 
 class Seeds(NamedTuple):

@@ -55,7 +55,7 @@ def is_divisible(dl: Any) -> bool:
 # -- comparison of data between ranks
 
 
-def summarize(dl: Any) -> dict[str, Any]:
+def summarize_data(dl: Any) -> dict[str, Any]:
     """Summarize the data of `dl` for comparison: kind, sizes, and a fingerprint of some items."""
     summary = {"kind": type(dl).__name__, "items": _count_items(dl), "batch size": _batch_size(dl), "batches": len(dl)}
     return {**summary, "sample": _sample_fingerprint(dl)}
@@ -78,7 +78,7 @@ def _sample_fingerprint(dl: Any) -> int:
         texts = [] if items is None else _item_texts(items)
     except Exception:  # an item that cannot be shown as text
         texts = []
-    return rank_exchange.fingerprint((order, texts))
+    return rank_exchange.fingerprint_value((order, texts))
 
 
 def _item_texts(items: Any) -> list[str]:
@@ -95,21 +95,23 @@ def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
     """Return a loader of this rank's batches for one epoch, shuffled by `seed`, and the plan."""
     rank_plan = plan.Plan((), (), ())
 
-    def select(sizes: list[int]) -> Sequence[int]:
+    def select_batches(sizes: list[int]) -> Sequence[int]:
         nonlocal rank_plan
-        rank_plan = plan.training(
+        rank_plan = plan.assign_training_batches(
             sizes, rank_exchange.rank(), rank_exchange.world_size(), in_runs=carries_state(dl, learn)
         )
         return rank_plan.batches
 
-    shard = _make_shard(dl, seed, select)
+    shard = _make_shard(dl, seed, select_batches)
     return shard, rank_plan
 
 
 def evaluation_shard(dl: Any, seed: int) -> Any:
     """Return a loader of the batches of `dl` that this rank evaluates."""
     return _make_shard(
-        dl, seed, lambda sizes: plan.evaluation(len(sizes), rank_exchange.rank(), rank_exchange.world_size())
+        dl,
+        seed,
+        lambda sizes: plan.assign_evaluation_batches(len(sizes), rank_exchange.rank(), rank_exchange.world_size()),
     )
 
 
@@ -135,7 +137,7 @@ def _align_texts(dl: Any) -> None:
     """
     if _is_language_model_loader(dl):
         order = list(dl.items.idxs)
-        if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint(order)))) > 1:
+        if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint_value(order)))) > 1:
             dl.items.idxs[:] = rank_exchange.broadcast_object(order)
             dl.make_chunks()
 
@@ -160,7 +162,7 @@ def _torch_shard(dl: TorchLoader[Any], select: SelectBatches) -> TorchLoader[Any
     batches: Iterable[list[int]] | None = dl.batch_sampler
     assert batches is not None
     whole = list(batches)
-    if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint(whole)))) > 1:
+    if len(set(rank_exchange.gather_numbers(rank_exchange.fingerprint_value(whole)))) > 1:
         raise ValueError(ORDERS_DIFFER)
     return TorchLoader(
         dl.dataset,
