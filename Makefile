@@ -6,6 +6,8 @@
 # make test-long      run more tests of the same kinds, which CI leaves out
 # make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's
 # make test-hosts     test several hosts as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
+# make test-python    run the default tests on Python 3.13 or 3.14 in a Debian chroot; VERSION=3.13; as root on Linux
+#                     The chroots stay in CHROOTS, by default /var/tmp/ddip-chroots.
 # make soak           run 500 cells with random faults; CELLS=60 SEED=1 for a shorter, repeatable run
 # make fuzz           run 150 random steps against a model; STEPS=10000 SEED=7 for a longer, repeatable run
 # make fuzz-training  cause faults in training loops, and compare the ranks; FAULTS=100 SEED=2
@@ -35,7 +37,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system test-long test-platform test-hosts docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
+.PHONY: demo test test-ten test-system test-long test-platform test-hosts test-python docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
@@ -64,6 +66,10 @@ INSTALL := SYSTEMD_OFFLINE=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install 
 test-hosts: $(READY)
 	missing="$$($(HOSTS) missing)"; test -z "$$missing" || { apt-get -qq update && $(INSTALL) $$missing; } > /dev/null
 	$(BIN)/python -m tests.hosts.two_at_once $(ARGS)
+
+VERSION ?= 3.14
+test-python:
+	CHROOTS="$(CHROOTS)" TORCH="$(TORCH)" tests/platforms/chroot.sh $(VERSION) $(ARGS)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures

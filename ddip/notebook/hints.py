@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddip.errors import CellError, RankError, ranks_text
 from ddip.output.area import notify, notify_late
 from ddip.protocol import compat_ipython
+from ddip.protocol.start_methods import NOT_FORKED
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -29,9 +30,8 @@ ANSWER_SECONDS = 0.2
 MAGIC = re.compile(r"\s*%%dip(?:[ \t]([^\n]*))?\n")
 WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
-SPAWNED = (
-    "a worker that is spawned cannot find a class of a cell: put it in a module, or leave out multiprocessing_context"
-)
+UNPICKLED = re.compile(r"popen_(forkserver|spawn_posix)\.py")
+"""Files of Python that pickle the work of a process that is not forked, as they appear in tracebacks."""
 USUAL = {
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
@@ -170,8 +170,8 @@ class Hints:
         sentences = self._name_hints(error)
         if any(problem.name == "SystemExit" for problem in error.by_rank.values()):
             sentences.append("exit() and sys.exit() end the cell, not the ranks; %makedip -k ends the ranks")
-        if any(_worker_ended_itself(problem) for problem in error.by_rank.values()):
-            sentences.append(SPAWNED)
+        if any(_lacks_names_of_cells(problem) for problem in error.by_rank.values()):
+            sentences.append(NOT_FORKED)
         sentences += self._module_hints(error)
         error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
 
@@ -221,8 +221,10 @@ class Hints:
         return [f"{ranks_text(new)} {lack} what earlier cells have defined: run those again"]
 
 
-def _worker_ended_itself(problem: RankError) -> bool:
-    """Return True if a worker of a data loader ended without a signal."""
+def _lacks_names_of_cells(problem: RankError) -> bool:
+    """Return True if a worker of a data loader ended without a signal, or its work could not be pickled."""
+    if problem.name in ("PicklingError", "AttributeError") and UNPICKLED.search(problem.traceback):
+        return True
     return bool(WORKER_ENDED.search(problem.message)) and "killed by signal" not in problem.traceback
 
 

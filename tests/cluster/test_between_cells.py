@@ -92,7 +92,7 @@ def test_a_worker_killed_while_sharing_a_tensor_leaves_no_file(cells: ddip.Group
                 while True: time.sleep(1)
         class Bar: pass
         bar = Bar()
-        bar.itself, bar.iterator = bar, iter(DataLoader(Data(), num_workers=1))
+        bar.itself, bar.iterator = bar, iter(DataLoader(Data(), num_workers=1, multiprocessing_context='fork'))
         path = f'/dev/shm/torch_{bar.iterator._workers[0].pid}_1_1'
         while not os.path.exists(path): time.sleep(0.01)
         del bar

@@ -210,7 +210,9 @@ def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None
         learn = learner(dls, metrics=accuracy)
         learn.fit(1)
         asked = list(dls.train.dataset.asked)
-        learn2 = learner(loaders(num_workers=1, shuffle=True))
+        items = Items(101, 1)
+        data = torch.utils.data.TensorDataset(items.x, items.y)  # workers find its class, even if they are not forked
+        learn2 = learner(DataLoaders(DataLoader(data, bs=8, shuffle=True, num_workers=1), loaders().valid))
         learn2.fit(1)
     """)
     mine, theirs = on_all_ranks(group, "asked")

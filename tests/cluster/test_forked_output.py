@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 import ddip
+from ddip.protocol.start_methods import NOT_FORKED
 
 from .notebook import Notebook
 
@@ -22,6 +25,7 @@ class Data:
         print('item', i)
         print('warning', i, file=sys.stderr)
         return i
+loader = DataLoader(Data(), None, num_workers=1, multiprocessing_context=fork)
 """
 
 
@@ -32,9 +36,24 @@ def streams_of(notebook: Notebook, code: str) -> list[tuple[str, str]]:
 
 
 def test_workers_of_a_loader_write_in_order_before_cells_end(notebook: Notebook) -> None:
-    texts = streams_of(notebook, f"{LOADER}\nfor _ in DataLoader(Data(), None, num_workers=1): pass\nprint('end')")
+    texts = streams_of(notebook, f"{LOADER}\nfor _ in loader: pass\nprint('end')")
     items = [(name, f"{what} {i}\n") for i in range(3) for name, what in (("stdout", "item"), ("stderr", "warning"))]
     assert texts == [*items, ("stdout", "end\n")]
+
+
+def test_a_worker_of_a_forkserver_writes_each_line_at_once(notebook: Notebook, tmp_path: Path) -> None:
+    (tmp_path / "telling.py").write_text(
+        "class Data:\n    def __len__(self): return 3\n    def __getitem__(self, i): print('item', i); return i\n"
+    )
+    texts = streams_of(
+        notebook,
+        f"sys.path.insert(0, {str(tmp_path)!r})\nimport telling\nfrom torch.utils.data import DataLoader\n"
+        "loader = DataLoader(\n    telling.Data(), None, num_workers=1, multiprocessing_context='forkserver',\n"
+        "    persistent_workers=True)\n"  # they do not end with the cell
+        "for _ in loader: pass\nprint('end')",
+    )
+    assert "".join(text for _, text in texts) == "item 0\nitem 1\nitem 2\nend\n"
+    notebook.ok(f"%%dip\ndel loader, telling, sys.modules['telling']\nsys.path.remove({str(tmp_path)!r})")
 
 
 def test_output_of_child_processes_keeps_its_place_between_prints(notebook: Notebook) -> None:
@@ -49,10 +68,19 @@ def test_output_of_child_processes_keeps_its_place_between_prints(notebook: Note
         assert texts == [("stdout", "before\nin between\nafter\n")], start
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="workers are forked by default")
+def test_a_process_that_lacks_a_function_of_a_cell_says_what_to_type(notebook: Notebook) -> None:
+    texts = streams_of(notebook, "def work(): pass\np = multiprocessing.Process(target=work); p.start(); p.join()")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", "".join(text for _, text in texts))
+    assert f"AttributeError: module '__main__' has no attribute 'work'; {NOT_FORKED}" in shown
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_process_that_ends_within_a_line_loses_nothing(notebook: Notebook, end: str) -> None:
     code = (
-        f"pid = os.fork()\nif not pid:\n    print('a line'); print('half', end='')\n    {end}\nos.waitpid(pid, 0); None"
+        "import warnings\nwith warnings.catch_warnings(action='ignore'):  # Python's own, as the rank has threads\n"
+        "    pid = os.fork()\n"
+        f"if not pid:\n    print('a line'); print('half', end='')\n    {end}\nos.waitpid(pid, 0); None"
     )
     assert streams_of(notebook, code) == [("stdout", "a line\nhalf")]
 
@@ -64,7 +92,7 @@ def test_a_character_written_in_parts_arrives_complete(notebook: Notebook) -> No
 
 
 def test_a_process_belongs_to_the_cell_that_has_forked_it(notebook: Notebook) -> None:
-    loader = "DataLoader(Data(), None, num_workers=1, persistent_workers=True)"
+    loader = "DataLoader(Data(), None, num_workers=1, persistent_workers=True, multiprocessing_context=fork)"
     assert ("stdout", "item 2\n") in streams_of(notebook, f"{LOADER}\nloader = {loader}\nfor _ in loader: pass")
     assert streams_of(notebook, "for _ in loader: pass\nprint('second')") == [("stdout", "second\n")]
     first = notebook.begin(

@@ -39,7 +39,7 @@ WITH_WORKERS = (
     "class Slow(data.Dataset):\n"
     "    def __len__(self): return 1000\n"
     "    def __getitem__(self, i): time.sleep(0.1); return i\n"
-    "for _ in data.DataLoader(Slow(), num_workers=1): started()"
+    "for _ in data.DataLoader(Slow(), num_workers=1, multiprocessing_context='fork'): started()"
 )
 
 

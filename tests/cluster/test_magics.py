@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 
 import IPython
 import pytest
+
+from ddip.protocol.start_methods import NOT_FORKED
 
 from .leftovers import wait_until
 from .notebook import Notebook
@@ -314,22 +317,30 @@ def test_the_settings_of_failures_reach_the_group(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.failure_grace = 1.0\n%config DipMagics.stall_timeout = 10.0\ndel g")
 
 
-@pytest.mark.grid
-def test_a_hint_explains_missing_classes_in_spawned_workers(notebook: Notebook) -> None:
-    shown = notebook.fails("""
-        %%dip -r 0
-        import torch
-        class Numbers(torch.utils.data.Dataset):
-            def __len__(self): return 4
-            def __getitem__(self, number): return number
-        list(torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn"))
-    """)
-    assert re.search(
-        r"exited unexpectedly; a worker that is spawned cannot find a class of a cell: put it in a module, or leave "
-        r"out multiprocessing_context$",
-        shown.message,
-    )
-    notebook.ok("%%dip -r 0\nassert len(list(torch.utils.data.DataLoader(Numbers(), num_workers=1))) == 4")
+NUMBERS = """%%dip -r 0
+import torch
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, number): return number
+def read(method=None, **more):
+    return list(torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context=method, **more))
+"""
+FORKS = multiprocessing.get_context().get_start_method() == "fork"
+"""True if workers are forked by default, as before Python 3.14."""
+METHODS = [
+    pytest.param(None, marks=pytest.mark.skipif(FORKS, reason="workers are forked by default")),
+    *(pytest.param(method, marks=pytest.mark.grid) for method in ("spawn", "forkserver")),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hint_explains_missing_classes_in_workers_not_forked(notebook: Notebook, method: str | None) -> None:
+    notebook.ok(NUMBERS)
+    shown = notebook.fails(f"%%dip -r 0\nread({method!r})")
+    assert shown.message.endswith(f"exited unexpectedly; {NOT_FORKED}")
+    shown = notebook.fails(f"%%dip -r 0\nread({method!r}, collate_fn=lambda items: items)")
+    assert shown.message.endswith(f"; {NOT_FORKED}")
+    notebook.ok('%%dip -r 0\nassert len(read("fork")) == 4')
 
 
 def test_a_dead_rank_is_replaced_and_others_keep_variables(notebook: Notebook) -> None:

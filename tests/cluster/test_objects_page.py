@@ -94,7 +94,7 @@ REFUSED = {
     "random generators of a GPU": {},
     "locks, threads, sockets, generators, iterators of loaders": {
         "threading.Lock()": "lock",
-        "threading.Thread()": "lock",
+        "threading.Thread()": "lock|_ThreadHandle",
         "socket.socket()": "socket",
         "(n for n in range(3))": "generator",
         "iter(DataLoader(range(8)))": "DataLoaderIter",

@@ -288,7 +288,7 @@ BUSINESS = {
         "class Slow(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 100\n"
         "    def __getitem__(self, i): time.sleep(0.2); return i\n"
-        "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): begun()"
+        "for _ in torch.utils.data.DataLoader(Slow(), num_workers=1, multiprocessing_context='fork'): begun()"
     ),
     "a collective": "begun()\ndist.barrier() if rank else time.sleep(1000)",
     "await": "import asyncio\nbegun()\nawait asyncio.sleep(1000)",

@@ -358,7 +358,7 @@ FAULTS = {
     ),
     "an error of a data loader's worker": (
         "class Bad(torch.utils.data.Dataset):\n    def __len__(self): return 3\n    def __getitem__(self, i): 1 / 0\n"
-        "list(torch.utils.data.DataLoader(Bad(), num_workers=1))",
+        "list(torch.utils.data.DataLoader(Bad(), num_workers=1, multiprocessing_context='fork'))",
         "ZeroDivisionError",
     ),
     "os._exit": ("os._exit(3)", "RankEnded"),
@@ -405,7 +405,7 @@ BUSINESS = {
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 100
     def __getitem__(self, i): time.sleep(0.2); return i
-for _ in torch.utils.data.DataLoader(Slow(), num_workers=1): pass""",
+for _ in torch.utils.data.DataLoader(Slow(), num_workers=1, multiprocessing_context='fork'): pass""",
     "printing": "i = 0\nwhile True: print(i); i += 1; time.sleep(0.001)",
     "many exceptions": "while True:\n    try: raise ValueError\n    except ValueError: pass",
     "finally": "try: time.sleep(1000)\nfinally: x = 5",

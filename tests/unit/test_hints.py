@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ddip.errors import CellError, RankError
 from ddip.notebook.autodip import Autodip
 from ddip.notebook.hints import Hints
+from ddip.protocol.start_methods import NOT_FORKED
 
 from .scripted import ScriptedGroup
 
@@ -87,5 +88,22 @@ def test_a_killed_worker_gets_no_hint_about_missing_classes(shell: InteractiveSh
             hints.close()
         return str(error)
 
-    assert "a worker that is spawned cannot find a class of a cell" in explanation_of("exited with exit code 1")
-    assert "spawned" not in explanation_of("DataLoader worker (pid 7) is killed by signal: Killed.")
+    assert NOT_FORKED in explanation_of("exited with exit code 1")
+    assert NOT_FORKED not in explanation_of("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+
+@pytest.mark.parametrize(
+    ("method", "has_hint"), [("popen_forkserver", True), ("popen_spawn_posix", True), ("x", False)]
+)
+def test_a_worker_whose_work_cannot_be_pickled_gets_a_hint(
+    shell: InteractiveShell, group: ScriptedGroup, method: str, has_hint: bool
+) -> None:
+    message = "Can't pickle <function <lambda> at 0x7f>: it's not found as __main__.<lambda>"
+    traceback = f"File /usr/lib/python3.14/multiprocessing/{method}.py:32, in Popen.__init__(self, process_obj)"
+    error = CellError({0: RankError("PicklingError", message, traceback)})
+    hints = Hints(shell, lambda: group, Autodip(shell))
+    try:
+        hints.explain(error)
+    finally:
+        hints.close()
+    assert (NOT_FORKED in str(error)) is has_hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,16 @@ def test_code_that_swallows_exceptions_is_not_interrupted() -> None:
     assert run_code(function_named("other"))
     assert not run_code(function_named("__del__"))
     assert not run_code(stacks.never_interrupted(function_named("other")))
+
+
+def test_a_warning_is_shown_without_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``os.fork`` drops an interrupt that comes while its warning of threads is shown."""
+    seen: list[bool] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *_, **__: seen.append(stacks.may_interrupt(sys._getframe())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        run_code(lambda: warnings.warn("threads", stacklevel=1) is None)
+    assert seen == [False]
 
 
 def test_an_app_is_interrupted_like_a_cell() -> None:

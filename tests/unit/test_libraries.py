@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 import time
 import weakref
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,6 +27,8 @@ class Lock:
 
     def release(self) -> None: ...
 
+    def locked(self) -> None: ...
+
     def __enter__(self) -> None:
         self.callers.append(sys._getframe().f_back)
 
@@ -40,6 +44,25 @@ def test_with_statements_count_in_libraries_but_not_in_user_code() -> None:
     with lock:
         assert libraries.call_of_with(sys._getframe()) is None
     assert [libraries.call_of_with(frame) for frame in lock.callers[2:]] == [None, None]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="no interrupt comes between these instructions")
+def test_the_call_of_an_enter_in_c_is_known() -> None:
+    """The lock would stay closed."""
+
+    class Ringing:
+        __enter__ = staticmethod(partial(signal.raise_signal, signal.SIGALRM))
+        __exit__ = staticmethod(lambda *_: None)
+
+    found: list[bool] = []
+    former = signal.signal(signal.SIGALRM, lambda _, frame: found.append(libraries.call_of_with(frame) is frame))
+    try:
+        with Ringing():
+            pass
+        signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert found == [True, False]
 
 
 def frame_in_enter() -> FrameType:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import pickle
+import sys
 import threading
 import warnings
 from typing import Any
@@ -14,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ddip.protocol.objects.pickling import ALIGNED, INLINE, Pickled, Pickler, dump_all, pickle_value
+from ddip.protocol.objects.pickling import ALIGNED, INLINE, Graph, Pickled, Pickler, dump_all, pickle_value
 
 LARGE = 2 * INLINE
 
@@ -193,6 +195,18 @@ def test_an_optimizer_arrives_with_its_model() -> None:
     assert torch.equal(new_optimizer.state[new_net.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
     new_net(torch.ones(1, 200)).sum().backward()
     new_optimizer.step()
+
+
+def test_pickled_objects_in_garbage_are_collected_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    graph = Graph(Pickler)
+    graph.add("numbers", [1, 2])
+    cycle: list[Any] = [graph, graph.pickled()]
+    cycle.append(cycle)
+    del graph, cycle
+    gc.collect()
+    assert reports == []
 
 
 def test_a_pickle_without_extra_memory_contains_all_data() -> None:

@@ -58,10 +58,15 @@ def _open_more_files() -> None:
 
 
 def _end_schedulers_with_controller() -> None:
-    """Let the kernel kill the scheduler processes if this controller is killed; Linux only."""
+    """Fork the scheduler processes, and let the kernel kill them if this controller is killed; Linux only.
+
+    A forkserver, the default since Python 3.14, would be two more processes and a socket, and outlive the controller.
+    """
     if sys.platform != "linux":
         return
     import ctypes
+
+    multiprocessing.set_start_method("fork")
 
     prctl, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
     os.register_at_fork(after_in_child=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))

@@ -10,6 +10,7 @@ copied once, to memory that the receiver reads, and the receiver's arrays and te
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import dis
@@ -518,11 +519,22 @@ class PickledNames:
 P = TypeVar("P", bound=Pickler)
 
 
+class _MemoryFile(io.BytesIO):
+    """A file in memory whose buffer others use longer than the file.
+
+    Since Python 3.13 the garbage collector reports a file that it could not close for this reason.
+    """
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):
+            super().close()
+
+
 class Graph(Generic[P]):
     """Several pickles with one memo."""
 
     def __init__(self, make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], P]) -> None:
-        self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        self._file, self._buffers = _MemoryFile(), list[pickle.PickleBuffer]()
         self.pickler = make(self._file, self._buffers)
         self._ends: dict[str, tuple[int, int]] = {}
         self.optimizers: dict[int, tuple[str, Any]] = {}

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import setproctitle
+
+FORKSERVER = "ddip.rank.streams.forkserver"
+"""Module that prepares the forkserver of multiprocessing, which imports it by its name."""
 
 
 def die_with(owner: int) -> None:
@@ -79,6 +83,7 @@ def main() -> None:
     freed.keep_freed_memory()
     membership.install_hooks()
     iteration.watch_training()
+    multiprocessing.set_forkserver_preload(["__main__", FORKSERVER])  # which chooses no start method
     dump.register_handler(run_folder, os.getpid())
     log = os.fdopen(os.dup(2), "w")  # ipykernel replaces descriptor 2 with a pipe
     faulthandler.enable(log)  # writes a traceback to the log if the process crashes

@@ -51,8 +51,8 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
    aborts nccl, after which nothing raises; so if work is under way, it interrupts the cell first. Two kinds of waits
    remain, and the thread ``ddip-release`` ends them (``released_waits.py``). One is gloo's wait for the rest of a
    message. It ends as if the rest had arrived, so the cell is interrupted before. When the wait has ended, Python
-   handles the signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error ends the
-   cell, and the report says where the rank had waited (``membership.waited_in``).
+   handles the signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error
+   ends the cell, and the report says where the rank had waited (``membership.waited_in``).
 
 5. The way back. The exception ends the cell's code, and ``RankShell.showtraceback`` formats it. `_run_interruptibly`
    turns interrupts off, and `_end_cell` returns the reply with a report (``cell_report.py``). The cell is over once

@@ -6,14 +6,17 @@ the first optimizer does, breaks in three of four cases if it is interrupted: no
 'sympy' has no attribute 'logic'"; torch 2.15, Python 3.11).
 
 ``with`` calls ``__exit__`` only after ``__enter__`` has returned. An interrupt right before leaves a lock held, or
-``torch.no_grad()`` on indefinitely. One stop in sixty of a data loader that had just begun left a queue's lock held,
-and the rank hung on it when the loader was destroyed. Context managers of users are no different: of 24 stops in a loop
-that entered and left one which disabled gradients, 6 left them disabled. ``process_settings.py`` repairs settings that
-are left changed all the same.
+``torch.no_grad()`` on indefinitely. Since Python 3.14 that includes locks written in C, because an interrupt can arrive
+between the call of their ``__enter__`` and the next instruction: one stop in ten of a flood of output lost the rank.
+
+One stop in sixty of a data loader that had just begun left a queue's lock held, and the rank hung on it when the loader
+was destroyed. Context managers of users are no different: of 24 stops in a loop that entered and left one which
+disabled gradients, 6 left them disabled. ``process_settings.py`` repairs settings that are left changed all the same.
 """
 
 from __future__ import annotations
 
+import opcode
 import sysconfig
 import time
 from pathlib import Path
@@ -28,6 +31,8 @@ AGAIN_SECONDS, WITH_AGAIN_SECONDS = 0.02, 0.002
 WITH_SECONDS, ALL_WITH_SECONDS = 0.4, 2.0
 """Longest delay of an interrupt by one ``__enter__`` or ``__exit__``, which normally takes microseconds, and by
 consecutive ones, in a loop that does little else."""
+_CALL_ENTER = bytes((opcode.opmap.get("LOAD_SPECIAL", 0), 0, opcode.opmap.get("CALL", 0), 0))
+"""Bytecode that loads and calls ``__enter__`` since Python 3.14; before, it is one instruction."""
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 OURS = str(Path(__file__).parents[2])
@@ -51,13 +56,21 @@ def call_of_with(frame: FrameType | None) -> FrameType | None:
     """Find the innermost call of ``__enter__`` or ``__exit__`` that `frame` is part of, in any code.
 
     Those in users' code also count: a generator under ``contextlib.contextmanager`` that disables gradients enables
-    them again in its last line.
+    them again in its last line. A frame that is at its call of an ``__enter__`` written in C counts itself.
     """
+    if frame is not None and _is_entering(frame):
+        return frame
     while frame is not None:
         if frame.f_code.co_name in ("__enter__", "__exit__"):
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_entering(frame: FrameType) -> bool:
+    """Return whether `frame` is at the instruction that calls ``__enter__``; False before Python 3.14."""
+    code, position = frame.f_code.co_code, frame.f_lasti
+    return position >= 2 and code[position - 2 : position + 2] == _CALL_ENTER
 
 
 def is_librarys(path: str) -> bool:

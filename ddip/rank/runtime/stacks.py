@@ -32,6 +32,8 @@ OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of file paths that identify threads of the engine."""
 WAIT_FILES = {stores.__file__}
 """Files with functions that poll while they wait for other ranks; other modules that poll add theirs."""
+SWALLOWING = ("__del__", "_showwarnmsg")
+"""Names of functions whose callers in C swallow exceptions."""
 F = TypeVar("F", bound=Callable[..., Any])
 Line: TypeAlias = tuple[CodeType, int]
 """Running code and its line number."""
@@ -107,12 +109,12 @@ def may_interrupt(frame: FrameType | None) -> bool:
     """Return whether an interrupt may end the code at `frame`; None: no code runs.
 
     It may if the frame or one of its callers runs a cell's code or a request of the notebook. It must not in hooks of
-    IPython, in finalizers and in Python's hook for errors of finalizers, which swallow exceptions, nor while a
-    traceback is sent, which must stay complete.
+    IPython, in finalizers, in Python's hook for errors of finalizers and while a warning is shown (``os.fork`` shows
+    one since Python 3.12), which swallow exceptions, nor while a traceback is sent, which must stay complete.
     """
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "__del__" or frame.f_code in _uninterruptible:
+        if name in SWALLOWING or frame.f_code in _uninterruptible:
             return False
         if name == "run_code" or frame.f_code in _run_user_code:
             return True

@@ -11,6 +11,7 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from fastai.callback.rnn import ModelResetter
@@ -145,13 +146,23 @@ def _align_texts(dl: Any) -> None:
 def _copy_loader(dl: Any, idxs: list[Any], steps: int) -> Any:
     """Return a copy of `dl`, of a subclass of its class, that yields `steps` batches of the items `idxs`."""
     shard = copy.copy(dl)
-    shard.__class__ = type(type(dl).__name__, (type(dl),), {"__len__": lambda _: steps})
-    shard.get_idxs = lambda: idxs
+    shard.__class__ = _shard_class(type(dl), steps)
+    shard.get_idxs = partial(list, idxs)  # unlike a lambda, it can be pickled for workers that are not forked
     fake = dl.fake_l
     shard.fake_l = _FakeLoader(
         shard, fake.pin_memory, fake.num_workers, fake.timeout, fake.persistent_workers, fake.pin_memory_device
     )
     return shard
+
+
+def _shard_class(base: type[Any], steps: int) -> type[Any]:
+    """Return a subclass of the loader class `base` with `steps` batches, whose instances can be pickled."""
+    members = {"__len__": lambda _: steps, "__reduce__": lambda shard: (_empty_shard, (base, steps), vars(shard))}
+    return type(base.__name__, (base,), members)
+
+
+def _empty_shard(base: type[Any], steps: int) -> Any:
+    return object.__new__(_shard_class(base, steps))
 
 
 def _torch_shard(dl: TorchLoader[Any], select: SelectBatches) -> TorchLoader[Any]:
