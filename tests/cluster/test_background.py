@@ -87,7 +87,7 @@ def test_stop_during_dipwait_ends_the_wait_but_not_the_cell(notebook: Notebook, 
     notebook.finish(message, until="begun")
     notebook.interrupt()
     suspended = notebook.finish(message)
-    assert suspended.error == "RequestInterrupted" and "goes on" in suspended.message
+    assert suspended.error == "RequestInterrupted" and "continues" in suspended.message
     assert "running" in notebook.ok("%dipcells").stdout.splitlines()[-1]
     notebook.run(f"open({path!r}, 'w').close()")
     notebook.ok("%dipwait")
