@@ -7,6 +7,7 @@
 # make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's
 # make test-hosts     test several hosts as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
 # make test-python    run the default tests on Python 3.13 or 3.14 in a Debian chroot; VERSION=3.13; as root on Linux
+#                     TARGET=test-platform PLATFORM=colab: with Colab's packages.
 #                     The chroots stay in CHROOTS, by default /var/tmp/ddip-chroots.
 # make soak           run 500 cells with random faults; CELLS=60 SEED=1 for a shorter, repeatable run
 # make fuzz           run 150 random steps against a model; STEPS=10000 SEED=7 for a longer, repeatable run
@@ -69,7 +70,7 @@ test-hosts: $(READY)
 
 VERSION ?= 3.14
 test-python:
-	CHROOTS="$(CHROOTS)" TORCH="$(TORCH)" tests/platforms/chroot.sh $(VERSION) $(ARGS)
+	CHROOTS="$(CHROOTS)" TORCH="$(TORCH)" TARGET="$(TARGET)" PLATFORM="$(PLATFORM)" tests/platforms/chroot.sh $(VERSION) $(ARGS)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures

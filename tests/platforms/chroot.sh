@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests on another version of Python, in a chroot of the Debian release that has it:
 #     chroot.sh VERSION [PYTEST ARGUMENTS]
+# With TARGET=test-platform and PLATFORM=colab or kaggle, with the packages that this platform pins.
 # The chroots and their virtual environments stay in CHROOTS, so that the next run starts at once. Mounts exist only in
 # a mount namespace of this script, so the kernel removes them when it ends, however it ends.
 set -euo pipefail
@@ -68,4 +69,5 @@ if [ "$found" != "$1" ]; then
 fi
 shift
 env -u TMPDIR -u PYTHONPATH -u VIRTUAL_ENV -u XDG_RUNTIME_DIR HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
-  chroot "$root" make -C /ddip --no-print-directory test VENV=/venv PYTHON=python3 "TORCH=${TORCH:-torch}" "ARGS=${*@Q}"
+  chroot "$root" make -C /ddip --no-print-directory "${TARGET:-test}" VENV=/venv PYTHON=python3 \
+  "TORCH=${TORCH:-torch}" "PLATFORM=${PLATFORM:-colab}" "ARGS=${*@Q}"
