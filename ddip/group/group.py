@@ -496,7 +496,7 @@ class Group:
             numbers = ", ".join(
                 f"{cell.text} continues (%dipwait {cell.number}, %dipstop {cell.number})" for cell in active
             )
-            with stopping.count_presses(f"waiting was interrupted, and this cell did not run; {numbers}") as button:
+            with stopping.note_presses(f"waiting was interrupted, and this cell did not run; {numbers}") as button:
                 button.wait_for([cell.done for cell in active], float("inf"))
             for cell in active:
                 if cell.done.done() and cell.outcome != "ok":
@@ -540,7 +540,7 @@ class Group:
         dict[int, Stack | None]
             Stacks by rank; None for a rank that does not reply.
         """
-        with stopping.count_presses(ASKING) as button:
+        with stopping.note_presses(ASKING) as button:
             ranks, ended = range(self.world_size), self.ranks.ended
             answers = self.ranks.call_on_control_channel(
                 ranks, on_rank.whole_stack(), seconds=STACK_SECONDS, button=button
@@ -907,7 +907,7 @@ class Group:
 
     def info(self) -> list[tables.RankInfo]:
         """Return process, device, memory and activity of each rank, in rank order, even during a cell."""
-        with stopping.count_presses(ASKING) as button:
+        with stopping.note_presses(ASKING) as button:
             return status.rank_infos(self.ranks, self.spec, button)
 
     def status(self, cells: int = status.LISTED) -> Status:

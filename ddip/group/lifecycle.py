@@ -303,7 +303,7 @@ class Lifecycle:
         parts, self._parts = self._parts, None
         try:
             if parts is not None:
-                with stopping.count_presses(f"{stop_name()} was pressed while the group was ending; it has ended"):
+                with stopping.note_presses(f"{stop_name()} was pressed while the group was ending; it has ended"):
                     parts.cells.end_all("the cell ended with its group: %makedip -k, -r, or the end of the notebook")
                     parts.manager.close()
                     parts.ranks.cluster.stop()
@@ -379,7 +379,7 @@ class Lifecycle:
         try:
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
-            with stopping.count_presses():
+            with stopping.note_presses():
                 going = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
                 parts.new_ranks.take(members)
@@ -395,7 +395,7 @@ class Lifecycle:
         except BaseException:
             if new:
                 raise
-            with stopping.count_presses():
+            with stopping.note_presses():
                 cluster.stop_engines_but([member.engine for member in ranks.members])
             raise
         self.seconds = time.monotonic() - began
@@ -404,7 +404,7 @@ class Lifecycle:
         """Rebuild the process group with the same ranks, after an abort or a cell has left it unusable."""
         deadline = time.monotonic() + self.options.timeout
         parts = self.parts
-        with stopping.count_presses():
+        with stopping.note_presses():
             try:
                 going = parts.manager.leave(deadline)
                 parts.manager.join(self.spec, self.options.collect, deadline)

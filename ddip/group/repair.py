@@ -73,7 +73,7 @@ Invariants:
   only when all ranks have joined the next one.
 - A step that was stopped is repeated by the next request, which finds a mark of it: ``healthy``,
   ``Iterations._pending``, ``App._unprepared``, ``Differences._failed``. Within steps that must not be cut in two,
-  ``stopping.count_presses`` holds back the KeyboardInterrupt.
+  ``stopping.note_presses`` holds back the KeyboardInterrupt.
 
 Without ``DDIP_NATIVE_SOCKETS``, step 1 cannot unblock ranks that wait in gloo: they are interrupted, abandoned, and
 must be replaced.
@@ -122,7 +122,7 @@ def _wait_for_cells(lifecycle: Lifecycle) -> None:
     parts = lifecycle.parts
     ended, end = set(parts.ranks.ended), lifecycle.options.failure_grace + CELL_ENDS_WITHIN
     left = [cell.done for cell in parts.cells.active_on(ended)]
-    with stopping.count_presses("the repair was interrupted; no rank has been replaced") as button:
+    with stopping.note_presses("the repair was interrupted; no rank has been replaced") as button:
         button.wait_for(left, end)
     parts.cells.ensure_not_running(range(lifecycle.size), "a repair rebuilds the group, which needs all ranks free")
 
@@ -237,12 +237,12 @@ class _Repair:
             deadline = time.monotonic() + self._options.timeout
             members = self._engines.replace(gone, self._lifecycle.spec, self._app.name, deadline)
         except BaseException as error:
-            with stopping.count_presses():
+            with stopping.note_presses():
                 self._cluster.stop_engines_but([member.engine for member in self._ranks.members])
             if isinstance(error, KeyboardInterrupt):
                 raise RequestInterrupted(f"the repair was interrupted; {ranks_text(gone)} not replaced") from None
             raise
-        with stopping.count_presses():
+        with stopping.note_presses():
             self._manager.release()
             self._cluster.stop_engines_but([member.engine for member in members])
             self._new_ranks.take(members)

@@ -1,8 +1,8 @@
-"""Handle the stop button while ranks work for ddip itself: presses are counted, and each wait checks for them.
+"""Handle the stop button while ranks work for ddip itself: presses are noted, and each wait checks for them.
 
 A KeyboardInterrupt may be raised between any two instructions. Code that it would leave half done, or that could lose
-it, runs inside ``button``. Waits for ranks (``ranks.py``) then unblock the ranks, wait for them briefly, and raise
-``RequestInterrupted``. Steps that must run to their end ignore the press, which is raised after them.
+it, runs inside ``note_presses``. Waits for ranks (``ranks.py``) then unblock the ranks, wait for them briefly, and
+raise ``RequestInterrupted``. Steps that must run to their end ignore the press, which is raised after them.
 ``running.py`` does the same for a cell, whose messages must be shown meanwhile.
 """
 
@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.25
 
 
 class Button:
-    """Counts how often the stop button is pressed."""
+    """Records that the stop button was pressed."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -76,15 +76,15 @@ def call_on_press(press: Callable[[], object]) -> Iterator[None]:
 
 
 _current: Button | None = None
-"""The button of the main thread, inside a ``button`` context."""
+"""The button of the main thread, inside a ``note_presses`` context."""
 
 
 @contextlib.contextmanager
-def count_presses(text: str = "") -> Iterator[Button]:
-    """Count presses of the stop button instead of raising KeyboardInterrupt; nested uses share a button.
+def note_presses(text: str = "") -> Iterator[Button]:
+    """Note presses of the stop button instead of raising KeyboardInterrupt; nested uses share a `Button`.
 
-    Raises RequestInterrupted with `text` at the end if a press was not taken. On any thread but the main one, the
-    button is never pressed.
+    If a press is still not taken when the outermost use ends without an error, that use raises RequestInterrupted with
+    its `text`. On other threads, the button is never pressed.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():

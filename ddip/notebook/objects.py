@@ -59,9 +59,10 @@ class ObjectMagics(Magics):
     @argument("names", nargs="*", help="Variables of the notebook.")
     @line_magic
     def dipush(self, line: str = "") -> None:
-        """Copy variables of the notebook to every rank: either all of them, or none.
+        """Copy variables to all ranks, or to those of -r; if one copy fails, no variable changes on any rank.
 
-        Large objects cross the network once per host.
+        Variables that pushed functions read come along if a rank lacks them. Modules of --modules are sent first and
+        stay. Large objects cross the network once per host.
         """
         args = arguments.parse_line(self.dipush, "%dipush", line)
         if args.modules is not None:

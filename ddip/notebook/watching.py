@@ -147,13 +147,13 @@ class LiveView:
         self._thread.start()
 
     def cell_begins(self) -> None:
-        """Poll soon after the begin of a notebook cell, which may run on the ranks."""
+        """Request a poll soon, because a notebook cell has begun that may run on the ranks."""
         self._carrier_area = CellOutputArea()
         self._carrier_area.close()
         self._wake.set()
 
     def cell_ends(self) -> None:
-        """Poll soon after the end of the cell."""
+        """Request a poll soon, because the notebook cell has ended."""
         self._carrier_area = self._page
         self._wake.set()
 

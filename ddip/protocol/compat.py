@@ -90,7 +90,7 @@ class Names:
 
     @cached_property
     def off(self) -> dict[str, list[str]]:
-        """The result of the first `find_off` in this process."""
+        """Features that are off, each with its missing names; computed once per process."""
         return self.find_off()
 
     def is_on(self, feature: str) -> bool:

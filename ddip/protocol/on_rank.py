@@ -1,7 +1,8 @@
 """List the functions of ``ddip.rank`` that the notebook calls, one row per function: its types and a label for users.
 
-    notebook    ranks.ask(to, on_rank.read_clock())  -->  RemoteCall("profiling.profiling.read_clock", ())  -->  message
-    rank        message  -->  call("profiling.profiling.read_clock")  -->  ddip.rank.profiling.profiling.read_clock()
+    notebook   ranks.ask(to, on_rank.read_clock())  -->  RemoteCall("profiling.profiling.read_clock", ())  -->  message
+    rank       message  -->  call_target("profiling.profiling.read_clock")
+                        -->  ddip.rank.profiling.profiling.read_clock()
 
 ``tests/unit/test_on_rank.py`` compares these types with those of the functions. Calls on the control channel travel as
 JSON, so that a tuple arrives as a list. Answers may contain bytes.

@@ -155,7 +155,7 @@ class CopyStore:
         return pair
 
     def drop_newer(self, serial: int) -> None:
-        """Invalidate copies of failed saves, which are newer than `serial`."""
+        """Invalidate copies newer than `serial`, which failed saves have left."""
         for copy in self.copies:
             if copy.serial is not None and copy.serial > serial:
                 copy.serial = None

@@ -154,7 +154,7 @@ class _Attempt(Generic[Result]):
             self._error, self.problem = error, (kind, text)
 
     def ensure_on_all(self, problems: list[Problem | None]) -> Result:
-        """Return the result; if any rank has a problem, raise the first one on all ranks."""
+        """Return the step's result, or raise the first of all ranks' `problems` if there is one."""
         _raise_agreed(problems, self._error)
         assert self.result is not None
         return self.result

@@ -229,8 +229,8 @@ def test_an_object_that_changes_size_while_pickled_is_retried(cells: ddip.Group,
     else:
         with pytest.raises(
             TransferError,
-            match=r"outer cannot be pickled on rank 0: Changed: dictionary changed size during iteration \(20 times\): "
-            "the cell changes it all the time; keep a copy",
+            match=r"outer cannot be pickled on rank 0: ObjectChanged: dictionary changed size during iteration "
+            r"\(20 times\): the cell changes it all the time; keep a copy",
         ):
             cells.peek(["outer"])
 
@@ -254,7 +254,7 @@ def test_a_tensor_freed_while_pickled_causes_no_crash(cells: ddip.Group, times: 
         assert cells.peek(["pair"])["pair"][0].sum() == 1 << 23
     else:
         with pytest.raises(
-            TransferError, match=r"pair cannot be pickled on rank 0: Changed: .*tensor in it .*20 times"
+            TransferError, match=r"pair cannot be pickled on rank 0: ObjectChanged: .*tensor in it .*20 times"
         ):
             cells.peek(["pair"])
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]

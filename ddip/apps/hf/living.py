@@ -163,7 +163,7 @@ def _pack_value(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def _unpack_state(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the packed state with empty tensors, and a list of these tensors to fill."""
+    """Unpickle a state with uninitialized tensors; return it and the tensors to fill, in pickling order."""
     tensors: list[Tensor] = []
 
     class Unpickler(pickle.Unpickler):

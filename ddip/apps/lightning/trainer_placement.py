@@ -30,8 +30,9 @@ class RankPosition:
 
 
 def constructor_arguments(what: str, asked: Mapping[str, Any], position: RankPosition) -> dict[str, Any]:
-    """Return the arguments to make `what`, "Trainer" or "Fabric", from the user's arguments `asked`.
+    """Return the user's arguments for `what`, with accelerator, devices and nodes set for the group.
 
+    `what`: "Trainer" or "Fabric". `asked`: the user's arguments.
     Raises ValueError, with a hint what to type instead, for arguments that do not fit the group.
 
     >>> cpu = RankPosition(rank=0, size=2, local_rank=0, local_size=2, device=None, is_everywhere=True)

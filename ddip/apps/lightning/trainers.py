@@ -42,7 +42,7 @@ def rank_position() -> RankPosition:
 
 
 def apply_patches() -> None:
-    """Patch the constructors, and the methods of Fabric; `runs` patches the methods of Trainer."""
+    """Patch the constructors, and the methods of Fabric; ``runs.py`` patches the methods of Trainer."""
     for module in installed_modules("pytorch"):
         patches.set_attribute(module.Trainer, "__init__", _fit_to_group("Trainer", module.Trainer.__init__))
     for module in installed_modules("fabric"):
@@ -83,9 +83,9 @@ def _check_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ensure_same_ranks(owner: Any, doing: str) -> None:
-    """Raise RuntimeError unless this cell runs on all ranks that a Trainer or Fabric was made for.
+    """Raise RuntimeError if `owner` was made for another group size, or this cell runs on some ranks only.
 
-    One that was made in a cell on some ranks is not checked. `doing` names the call in the error.
+    `owner`: a Trainer or Fabric; not checked if it was made on some ranks only. `doing` names the call in the error.
     """
     __tracebackhide__ = True  # IPython leaves out this frame
     size, kind = _made_for.get(owner), type(owner).__name__

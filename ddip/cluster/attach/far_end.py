@@ -86,7 +86,7 @@ class Link:
             self.tell("bytes", stream, data)
 
     def heard(self, content: Mapping[str, Any], data: bytes) -> bool:
-        """Handle a received message; return False if it is not about the streams."""
+        """Handle a message from the other end of the link; return True if it is about the streams, or a beat."""
         self._beats = 0
         self._received += 1
         if content["number"] != self._received:

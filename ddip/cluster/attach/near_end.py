@@ -127,7 +127,10 @@ def far_end_text() -> str:
 
 
 def main() -> NoReturn:
-    """Relay until the agent ends, and exit with its code."""
+    """Relay until the agent ends, and exit with its code; exit with 1 if the link fails.
+
+    The error goes to stderr. A death by signal N exits with 128 + N.
+    """
     file, engines, python, setup = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

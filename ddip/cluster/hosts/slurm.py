@@ -244,7 +244,7 @@ def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
 def _slurm_output(*command: str) -> str:
     """Run a Slurm command, and return its output; empty for a job that ended long ago.
 
-    Raises Silent if it fails or does not answer, and GroupError if there is no such command.
+    Raises SlurmUnavailable if it fails or does not answer, and GroupError if there is no such command.
     """
     try:
         done = subprocess.run(

@@ -32,7 +32,7 @@ class Way(Protocol):
         """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
     def why_lost(self, name: str, output: str) -> str:
-        """Return the message for a host whose agent did not start, by the `output` in its place."""
+        """Return the message for host `name`, whose agent did not start, from the `output` of its command."""
 
 
 class Ssh:
@@ -46,7 +46,7 @@ class Ssh:
         return ssh.agent_command(name, self._reach.python, self._reach.setup)
 
     def why_lost(self, name: str, output: str) -> str:
-        """Explain the `output` of ssh."""
+        """Return the message for host `name`, whose agent did not start, from the `output` of ssh."""
         return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
 
 
@@ -63,7 +63,7 @@ class Srun:
         return ["env", *unset, *slurm.step_command(self._reach.jobs[number], name), "sh", "-c", line]
 
     def why_lost(self, name: str, output: str) -> str:
-        """Explain the `output` of srun."""
+        """Return the message for node `name`, whose agent did not start, from the `output` of srun."""
         output = output or "srun has ended; its job may be over"
         return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
 

@@ -62,7 +62,7 @@ def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[
 def _request_hello(client: RankClient, engine: int) -> concurrent.futures.Future[Any]:
     """Request the hello of `engine` on its control channel.
 
-    The future is never done if the engine has ended, which `check` reports.
+    The future is never done if the engine has ended, which the `check` of `wait_for` reports.
     """
     with contextlib.suppress(KeyError):
         return ipp_private.send_control_request(

@@ -1,7 +1,7 @@
 """The notebook's side of the preload process (``preload_server.py``): start it, request forks, track its children.
 
-This process has one preload process, started by ``begin`` and used by every cluster. Libraries in it have read the
-environment when they were imported: if the environment has changed since, a new preload process replaces it.
+This process has one preload process, started by ``ensure_process`` and used by every cluster. Libraries in it have
+read the environment when they were imported: if it has changed since, a new preload process replaces this one.
 """
 
 from __future__ import annotations
@@ -135,9 +135,11 @@ class PreloadProcess:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Fork a process that runs ``module.main()`` in the working directory, once its modules are imported.
+        """Request a fork that runs ``module.main()``, and return the child at once.
 
-        It ends at once if one of `needs` cannot be imported; a module of `imports` may fail.
+        The fork waits until `needs` and `imports` were tried; the process exits with the import error if one of `needs`
+        failed. `env` is its whole environment, `log` an existing file, and its working directory that of this process.
+        A refusal is raised by ``Child.pid`` as CannotFork.
         """
         return self._children.ask(
             module=module,

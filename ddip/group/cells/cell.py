@@ -189,7 +189,7 @@ class Cell:
     def wait_for_end(self, seconds: float | None = None) -> bool:
         """Wait as `wait` does, but do not raise the cell's error."""
         text = f"waiting was interrupted; {self.text} continues: {ADVICE.format(number=self.number)}"
-        with stopping.count_presses(text) as button:
+        with stopping.note_presses(text) as button:
             button.wait_for([self.done], math.inf if seconds is None else seconds)
             if self.done.done():
                 button.take()
@@ -206,7 +206,7 @@ class Cell:
         GroupError
             If a rank does not stop.
         """
-        with stopping.count_presses() as button:
+        with stopping.note_presses() as button:
             self.press_stop()
             while not self.done.done():
                 button.wait_for([self.done], math.inf)

@@ -331,7 +331,7 @@ class CellState:
         return actions
 
     def _must_interrupt(self, now: float) -> bool:
-        """Return whether to interrupt ranks that the abort, half a second ago, did not unblock."""
+        """Return whether to interrupt ranks, once, as they outlasted an abort that cannot unblock all of them."""
         is_late = _has_passed(self._aborted_at, STOP_GRACE_SECONDS, now)
         return is_late and not self.limits.can_unblock and self._interrupted_at is None
 

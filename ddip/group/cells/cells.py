@@ -186,9 +186,10 @@ class Cells:
     def start(
         self, running: RunningCell, unmatched: bool, asked: CellOptions, ready: Callable[[], object] | None
     ) -> None:
-        """Run an admitted cell in the background, once the earlier cells that it waits for have succeeded.
+        """Send an admitted cell, now or after the cells that it must wait for, and follow it on a thread.
 
-        `ready` then prepares its free ranks, and raises GroupError if that fails; None: they are ready, send it now.
+        `ready` prepares its free ranks after that wait, and raises GroupError if that fails; None: they are ready, send
+        it now.
         """
         # determined before the thread begins, so that a cell that fails until then also counts
         before = self._cells_before(running.cell)
@@ -243,7 +244,7 @@ class Cells:
         return True
 
     def _cells_before(self, cell: Cell) -> list[Cell]:
-        """Return the cells that `cell` must wait for: those on its ranks or, before a rebuild, on any."""
+        """Return earlier active cells that share a rank with `cell`, or all of them if a rebuild is due."""
         all_ranks = range(len(self._ranks.members))
         return self.active_on(cell.ranks if self._manager.healthy else all_ranks, cell)
 

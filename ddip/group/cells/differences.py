@@ -266,7 +266,7 @@ def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind
         before = [rows.get(path, ABSENT) for rows in good]
         if not any(row != ABSENT for row in before):
             others[path] = "new"
-        elif not _was_broken(values, before):
+        elif not _was_equal(values, before):
             others[path] = "design" if any(value for value, _ in before) else "unknown"
         elif not _rows_differ(before) and _rows_differ([rows[path] for rows in former if path in rows]):
             others[path] = "settled"
@@ -282,8 +282,8 @@ def _rows_differ(rows: Sequence[Row]) -> bool:
     return len({version for _, version in rows}) > 1
 
 
-def _was_broken(now: Sequence[Row], before: Sequence[Row]) -> bool:
-    """Return whether differing values were equal after the last good cell, by value or by write count.
+def _was_equal(now: Sequence[Row], before: Sequence[Row]) -> bool:
+    """Return whether values that now differ were equal after the last good cell, by value or write count.
 
     The last snapshot before a fault may have had no time for tensor values; then only write counts are known.
     """

@@ -90,7 +90,7 @@ class Ranks(Members):
         Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         doing = next((call.label for call in calls.values()), "")
-        with stopping.count_presses() as button:
+        with stopping.note_presses() as button:
             if button.pressed and stoppable:  # pressed earlier, and not handled yet
                 button.take()
                 raise RequestInterrupted(f"{doing} was interrupted before it began")

@@ -50,7 +50,7 @@ def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequen
     The names `along` do not replace existing variables.
     """
     number = next(_numbers)
-    with stopping.count_presses() as button:
+    with stopping.note_presses() as button:
         try:
             with contextlib.ExitStack() as held:
                 delivery = _Delivery(ranks, packed, along, to, progress, button, held)

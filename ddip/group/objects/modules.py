@@ -269,7 +269,7 @@ class Modules:
         """Send `sources` to hosts that lack them; return the names of the sent modules by host number."""
         by_host = _ranks_elsewhere(ranks)
         changed: dict[int, list[str]] = {host: [] for host in by_host}
-        with stopping.count_presses():
+        with stopping.note_presses():
             for source in sources:
                 lack = [host for host in by_host if self._digests_on(ranks, host).get(source.name) != source.digest]
                 if lack:

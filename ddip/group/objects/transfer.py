@@ -126,7 +126,7 @@ def fetch_variables(
 
     Names that their functions read come along, unless the receiver knows them: `known`.
     """
-    with stopping.count_presses():
+    with stopping.note_presses():
         try:
             return _fetch_packed(ranks, names, of, progress, known)
         except BaseException as error:

@@ -64,7 +64,7 @@ class Fitness:
             return [rank for rank in ranks if not self._can_form([helper, rank], spec, collect)]
         finally:
             self._ranks.members = members
-            with stopping.count_presses():
+            with stopping.note_presses():
                 self._ranks.cluster.stop_engines_but([member.engine for member in members])
 
     def no_cell_runs(self, seconds: float) -> list[int]:
@@ -77,7 +77,7 @@ class Fitness:
         recipients = [Recipient(member.engine, lambda _: None) for member in self._ranks.members]
         cells = dict(enumerate(cluster.execute(CELL, recipients, {}, history=False)))
         try:
-            with stopping.count_presses("trying a cell was interrupted") as button:
+            with stopping.note_presses("trying a cell was interrupted") as button:
                 button.wait_for(cells.values(), seconds, cluster.ensure_controller)
                 self._ranks.interrupt({rank: cell.msg_id for rank, cell in cells.items() if not cell.done()})
         finally:

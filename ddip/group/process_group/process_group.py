@@ -132,7 +132,7 @@ class ProcessGroupManager:
     ) -> list[Any]:
         """Let the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on.
 
-        gloo gets a `share` of the time to connect them. Returns the result of ``process_group.join`` by rank.
+        gloo gets a `share` of the time to connect them. Returns the result of ``membership.join_group`` by rank.
         """
         seconds = max(1.0, (deadline - time.monotonic()) * share)
         calls: dict[int, RemoteCall[object]] = {}

@@ -49,7 +49,7 @@ def fetch_snapshots(
 
     See ``Group.peek_all``.
     """
-    with stopping.count_presses():
+    with stopping.note_presses():
         request = _Peek(ranks, names, seconds, progress)
         try:
             all_fetched = request.fetch(of)
@@ -99,7 +99,7 @@ class _Peek:
             except KeyError:  # it has just ended
                 self._ensure_none_ended(calls)
                 raise
-        with stopping.count_presses() as button:
+        with stopping.note_presses() as button:
             button.wait_for(futures.values(), self._seconds, lambda: self._ensure_can_answer(futures))
             if button.pressed:
                 button.take()
@@ -134,7 +134,7 @@ class _Peek:
         return TransferError(f"nothing was pulled: {'; '.join(texts)}; -t SECONDS waits longer")
 
     def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
-        """Describe where a rank is: by its own report of pickling, or its main thread as seen from outside."""
+        """Describe what a late rank does: the location of its pickling or, if not reported, its main thread."""
         names = ", ".join(self._names)
         place = self._ranks.place_from_outside(rank) if pickling_at is None else StackLocation(**pickling_at)
         if place is None:

@@ -211,7 +211,7 @@ def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: Rank
 def sample_ranks(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
     """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates."""
     sampler = Sampler(lifecycle)
-    with stopping.count_presses("polling the ranks was interrupted") as button:
+    with stopping.note_presses("polling the ranks was interrupted") as button:
         found = sampler.look()
         if seconds > 0 and any(rank.state == "busy" for rank in found):
             button.wait_for([Future()], seconds)

@@ -111,7 +111,12 @@ def _label_html(name: str, number: int, tab: Tab) -> str:
 
 
 def _visibility_rules(name: str, tabs: Sequence[Tab]) -> str:
-    """Return the CSS that shows the tab of the selected button, and hides all but one button per tab."""
+    """Return the CSS that shows the content of the selected tab, and one radio button per tab.
+
+    A tab of several ranks has a button per rank: the checked one is shown, else the first. If none is checked, the
+    first failed tab is selected, else the first with output. Without the buttons on the page, all sections stay
+    visible.
+    """
     on_page = f"body:has(#{name}-{tabs[0].ranks[0]})"
     rules = [
         f"{on_page} #{name} .ddip-shown,{on_page} #{name} .ddip-head{{display:none}}",

@@ -135,7 +135,7 @@ class History:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if kept.number <= number}
 
     def begin_anew(self) -> None:
-        """Replace all snapshots by one with checksums, because ranks have just been made equal."""
+        """Replace all snapshots by one with checksums, after ranks were made equal."""
         self._snapshots.clear()
         self._good = True
         self.pause()
@@ -164,7 +164,7 @@ class History:
                 self._schedule(0.0, checksums)
 
     def _run_walk(self, until: float, checksums: bool = False) -> bool:
-        """Walk until `until` on ``time.monotonic``; return whether a snapshot was taken."""
+        """Continue the walk until the monotonic time `until`; return True if it completed a snapshot."""
         began = time.monotonic()
         try:
             if self._walk is None or self._walk[2] != checksums:

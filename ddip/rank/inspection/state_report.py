@@ -1,8 +1,8 @@
 """Report this rank's state to the notebook as comparable hashes, with the text of paths on request.
 
-    snapshots(cell)   names of the cells after which the state was recorded
-    compare(cells)    hashes of all values now, and after the last two good cells that every rank has recorded
-    describe(paths)   path and value, in words, of some of them
+    list_snapshots    names of the cells after which the state was recorded
+    hash_variables    hashes of all values now, and after the last two good cells that every rank has recorded
+    describe_paths    path and value, in words, of some of them
 
 A path takes 24 bytes. The hashes travel in ddip messages, never over the user's process group: after a fault, a
 collective by ddip could be matched with one of the user's.

@@ -20,7 +20,7 @@ _unchecked: list[str] = []
 
 @stacks.runs_around_cells
 def _call_checked(target: str, *args: Any) -> Any:
-    """Return the result of ``call(target, *args)``, or None after an error, which is then reported."""
+    """Return the result of ``call_target(target, *args)``, or None after an error, which is then reported."""
     reply = call_target(target, *args)
     if "error" in reply:
         _unchecked.append(f"{target}: {reply['error']}: {reply['message']}")

@@ -437,7 +437,7 @@ class RankKernel(CellKernel):
             self._patience.forget()
 
     def _finish_on_gpu(self) -> None:
-        """Wait for the GPU work of the cell, whose code has ended; an error in it is the cell's error."""
+        """Wait for the GPU work of the cell after its code; a GPU error becomes the cell's error."""
         try:
             gpu.finish()
         except BaseException as error:

@@ -1,10 +1,10 @@
 """Detect a training iteration that a failed cell left unfinished, and reset it before the next cell.
 
-    cell       count backward passes, optimizer steps, and autograd nodes, which any forward pass creates
-    report     goes with the cell's reply: is an iteration unfinished, and how many steps did the cell take?
-    facts      before the next cell, if a training cell has failed: details for which objects must be searched
-    reset      on all ranks: make wrappers and shards ready for a forward pass, and clear gradients if the notebook has
-               found a rank within an iteration, or ranks in different iterations
+    begin_cell        count backward passes, optimizer steps, and autograd nodes, which any forward pass creates
+    report_position   goes with the cell's reply: is an iteration unfinished, and how many steps did the cell take?
+    iteration_facts   before the next cell, if a training cell has failed: details for which objects must be searched
+    reset_iteration   on all ranks: make wrappers and shards ready for a forward pass, and clear gradients if the
+                      notebook has found a rank within an iteration, or ranks in different iterations
 
 A forward pass of any module creates autograd nodes, and torch counts them, so the modules need no hook.
 """

@@ -1,8 +1,8 @@
 """Copy variables of this rank for the notebook while a cell runs (``%dipull --now``).
 
-    own thread        take  -->  pickle  -->  shared memory  -->  answer; large pickles stay on the rank
-    control thread    part  -->  a part of a stored pickle, for a notebook that cannot read the shared memory
-                      drop  -->  free stored pickles, and abandon a running pickling
+    own thread        take_peek     -->  pickle  -->  shared memory  -->  answer; large pickles stay on the rank
+    control thread    part_of_peek  -->  a part of a stored pickle, for a notebook that cannot read the shared memory
+                      drop_peek     -->  free stored pickles, and abandon a running pickling
 
 The main thread pauses between two bytecodes of the cell, so no operator writes to a tensor while it is copied. If it is
 inside a long operation, such as a collective, the peek does not wait for the operation to end: it copies the memory
@@ -99,11 +99,11 @@ class Peek:
     def pickled(
         self, found: dict[str, Any], known: Collection[str]
     ) -> tuple[dict[str, Pickled], dict[str, SharedBytes | bytearray], list[str]]:
-        """Pickle the current values of `found` and store them.
+        """Pickle the current values of `found` and copy them into memory that the caller must close.
 
-        The variables that functions read come along unless they are `known`. Returns the pickles, the memory that holds
-        each, and the names whose tensors were copied to the CPU. Raises Changed if the objects changed in all
-        `ATTEMPTS`.
+        Globals that functions read come along unless in `known`. Returns the pickles and memories by name, and the
+        names whose tensors were copied to the CPU; sets `along`, `shares`, `inside`. Raises ObjectChanged after
+        `ATTEMPTS` changed tries, PeekAbandoned if the request timed out, and any other error of pickling.
         """
         for _ in range(ATTEMPTS):
             pause = Pause(lambda: self.given_up, PICKLE_SECONDS)
@@ -208,12 +208,12 @@ class Peek:
         return True
 
     def ensure_wanted(self) -> None:
-        """Raise GivenUp if the notebook has dropped this peek."""
+        """Raise PeekAbandoned if the notebook has dropped this peek."""
         if self.given_up:
             raise PeekAbandoned
 
     def keep(self, name: str, memory: SharedBytes | bytearray) -> None:
-        """Store the pickle of `name` until the peek is dropped; raise GivenUp if it has been."""
+        """Store the pickle of `name` until the peek is dropped; raise PeekAbandoned if it has been."""
         with _lock:
             if self.given_up:
                 _close_memory(memory)
@@ -229,8 +229,8 @@ class Peek:
     def give_up(self) -> StackLocation:
         """Free stored pickles and end a running pickling; call this on the control thread.
 
-        Raises GivenUp in the pickling thread if that runs objects' code, outside of libraries and `with` statements.
-        Returns the location of the pickling: `NO_MORE` if it has ended, an empty one inside this module.
+        Raises PeekAbandoned in the pickling thread if that runs objects' code, outside of libraries and `with`
+        statements. Returns the location of the pickling: `NO_MORE` if it has ended, an empty one inside this module.
         """
         self.given_up = True
         self.forget()
@@ -260,7 +260,7 @@ class _Pickler(pickling.Pickler):
         return bool(self._addresses)
 
     def persistent_id(self, obj: Any) -> None:
-        """Raise GivenUp if the peek was abandoned; pickle calls this for each object.
+        """Raise PeekAbandoned if the peek was abandoned; pickle calls this for each object.
 
         As this is Python code, other threads get their turn; pickle otherwise keeps the interpreter lock.
         """
@@ -281,7 +281,7 @@ class _Pickler(pickling.Pickler):
         return self._small[-1][1]
 
     def has_changed(self) -> bool:
-        """Return whether small memory has been written to since it was pickled."""
+        """Return whether a small storage was written to after its bytes were pickled."""
         return any(copied != memory for memory, copied in self._small)
 
     def is_stale(self) -> bool:

@@ -96,7 +96,8 @@ def apply_push(
 
     `places` locate the pickles in the loads, in loading order. Names that only came `along` replace nothing. `small`
     has the bytes of load 0 if they came with this message; `paths` locate loads of another process of this host.
-    Replaced values are kept until `settle_push` or the next transfer; until then, ``drop(push)`` restores them.
+    Replaced values are kept until `settle_push` or the next transfer; until then, ``drop_transfers(push)`` restores
+    them.
     """
     global _push
     settle_push()

@@ -1,11 +1,12 @@
 """Handle DDP and FSDP wrappers when the process group is rebuilt, and reset DDP wrappers after a failed cell.
 
-    leave    retire    remove DDP reducers; each wrapper of the former group raises an error if it is used
-    join               the next group
-             revive    a DDP wrapper over the default group that all ranks have gets a new reducer and logger, and rank
-                       0's parameters and buffers are sent to all ranks
+    leave_group   retire_all        remove DDP reducers; each wrapper of the former group raises an error if it is used
+    join_group                      the next group
+                  revive_wrappers   a DDP wrapper over the default group that all ranks have gets a new reducer and
+                                    logger, and rank 0's parameters and buffers are sent to all ranks
 
-    reset              after a failed cell that trained, in the same group: each DDP wrapper gets a new reducer
+    reset_reducers                  after a failed cell that trained, in the same group: each DDP wrapper gets a new
+                                    reducer
 
 Ranks match their wrappers by structure and order of creation. The order is the same on all ranks because DDP's
 constructor communicates. Ambiguous wrappers are not revived. Neither are FSDP wrappers, because ranks may have stopped

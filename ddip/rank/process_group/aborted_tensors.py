@@ -7,7 +7,7 @@ the collective is complete:
     Python code begins it      copy_inputs    at most MAX_COPY_BYTES per collective, MAX_PENDING_BYTES in all
     torch returns a work       track_work     the copy is kept until the work is waited for, or a later one begins
     ``work.wait()`` raises     note_failure   the tensor is restored in the thread that waited
-    the cell or group ends     settle         handles works that no one waited for
+    the cell or group ends     settle_works   handles works that no one waited for
 
 If the tensors are too large, ddip names the line to the user instead. Collectives that DDP's reducer begins in C++ are
 not noticed.

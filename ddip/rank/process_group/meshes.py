@@ -25,7 +25,10 @@ _generations = itertools.count()
 
 
 def disable_meshes() -> int:
-    """Make each mesh fail with the text `LOST` when used, and differ from later ones; return their number."""
+    """Make device meshes unusable for collectives and unequal to new ones; return how many were usable before.
+
+    A collective then fails with `LOST`. Subclasses are left alone.
+    """
     generation, count = f"{LEFT} {next(_generations)}", 0
     for found in all_objects():
         if type(found) is not DeviceMesh:

@@ -55,9 +55,9 @@ def named_groups() -> dict[dist.ProcessGroup, str]:
 
 
 def counting_backends(group: dist.ProcessGroup) -> tuple[list[str], list[Any]]:
-    """Return the device types and backends of `group` that count begun operations, as two lists.
+    """Return the backends of `group` that number their operations, after a list with a device type for each.
 
-    Each backend comes with the first device type that it serves. There is no public count.
+    It is the first type that the backend serves. There is no public count.
     """
     devices, backends = [], []
     for device in sorted(group._device_types, key=str) if compat_torch.is_on(compat_torch.COUNTS) else ():

@@ -124,7 +124,7 @@ def _wrap_get(method: Method) -> Method:
 
 
 def _wrap_barrier(method: Method) -> Method:
-    """Wrap ``barrier``, with the same keys as torch, because a process without ddip may take part."""
+    """Make ``barrier`` interruptible; keep torch's keys, so that processes without ddip can take part."""
 
     @functools.wraps(method)
     def wrapper(store: Any, key: str, world_size: int, timeout: timedelta | None = None) -> None:

@@ -3,7 +3,7 @@
 IPython parses the source of every frame, which takes seconds for large packages, and ``str(error)`` may be user code
 that hangs. So a helper thread does both, and the main thread waits only briefly:
 
-    main thread   tell(error) --------- waits, at most SECONDS of CPU time ---> Told
+    main thread   format_error(error) - waits, at most SECONDS of CPU time ---> ErrorText
     helper        text of each error in the chain -> IPython's traceback, or Python's if it is not wanted
 """
 
@@ -279,7 +279,10 @@ def _is_hidden(frame: FrameType) -> bool:
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` without frames of IPython and ddip."""
+    """Return a copy of `trace` without frames of IPython and frames that ddip hides; None if none is left.
+
+    ddip hides functions with a local ``__tracebackhide__`` and modules in `HIDDEN`.
+    """
     links = []
     while trace is not None:
         if not _is_hidden(trace.tb_frame):

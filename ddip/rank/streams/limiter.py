@@ -139,7 +139,7 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _missing_after(cut: int, dropped: str) -> int:
-    """Return the number of characters missing from the line that continues after the text `dropped`.
+    """Return how many leading characters the remaining line lacks once `dropped` is discarded.
 
     `cut` characters of its first line were already missing before `dropped`.
     """

@@ -33,7 +33,7 @@ UNCLEAR = (
 
 
 class Reductions:
-    """Reductions of the loss functions of one fit."""
+    """Determines whether a loss function of a fit averages or sums over the batch, if need be by a trial."""
 
     def __init__(self) -> None:
         self._tried_loss: Any = None
