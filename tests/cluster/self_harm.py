@@ -103,7 +103,7 @@ KINDS = {
     "epoll closed": "for number in kinds('eventpoll'): os.close(number)",
     "eventfd closed": "for number in kinds('eventfd'): os.close(number)",
     "pipes closed": "for number in kinds('pipe:'): os.close(number)",
-    "sockets shut down": "import ddip.rank.native.sockets as s\ns.shut_down(s.connections());",
+    "sockets shut down": "import ddip.rank.native.sockets as s\ns.shut_down(s.tcp_connections());",
     "all closed": "os.closerange(3, 1000)",
     "stdin, stdout and stderr closed": "os.closerange(0, 3)",
     "sys.stdout None": "sys.stdout = None",

@@ -177,15 +177,15 @@ def test_a_fault_within_save_keeps_the_previous_save(ranks: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
             from ddip.sharded import state as ours
-            exchange = ours.mirror
+            exchange = ours.mirror_copy
             def planted(*copies):
                 if rank == 1: raise ValueError("planted")
                 return exchange(*copies)
-            ours.mirror = planted
+            ours.mirror_copy = planted
             step(4)
             state.save()
         """)
-    ranks.run("ours.mirror = exchange")
+    ranks.run("ours.mirror_copy = exchange")
     ranks.run("""
         make(fsdp)
         first = state.restore()

@@ -440,7 +440,7 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
 
     before = snapshot_of_modules()
     for module in app.MENDS:
-        module.apply()
+        module.apply_patches()
     changed = {name for name, names in snapshot_of_modules().items() if names != before[name]}
     assert {"fastai.learner.Learner", "fastai.torch_core", "fastai.callback.schedule.LRFinder"} <= changed
     patches.undo_all()

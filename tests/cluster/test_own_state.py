@@ -168,11 +168,11 @@ def test_a_failed_save_and_fatal_restore_lose_one_save(ranks: ddip.Group, tmp_pa
     write_expected_and_train(ranks, "ensemble", tmp_path)
     with pytest.raises(ddip.CellError, match="planted"):
         ranks.run("""
-            exchange, ddip.sharded.state.mirror = ddip.sharded.state.mirror, lambda *copies: fail()
+            exchange, ddip.sharded.state.mirror_copy = ddip.sharded.state.mirror_copy, lambda *copies: fail()
             step()
             state.save(5)
         """)
-    ranks.run("ddip.sharded.state.mirror = exchange")
+    ranks.run("ddip.sharded.state.mirror_copy = exchange")
     with pytest.raises(ddip.CellError):
         ranks.run("make(ensemble)\nif rank == 1: model.load_state_dict = lambda state: die()\nstate.restore()")
     repair_ended_ranks(ranks)

@@ -108,12 +108,12 @@ def test_an_error_of_a_collective_without_abort_is_unchanged(cells: ddip.Group, 
 def test_an_error_in_the_report_of_a_rank_is_shown(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("""
         import ddip.rank.process_group.membership as p
-        kept, former = rank, p.report
-        if rank == 1: p.report = None
+        kept, former = rank, p.report_state
+        if rank == 1: p.report_state = None
     """)
     expected = "rank 1 cannot check its process group (TypeError: 'NoneType' object"
     assert expected in capsys.readouterr().err
-    cells.run("p.report = former")
+    cells.run("p.report_state = former")
     cells.run(f"{PROOF}\nassert kept == rank")
     assert "cannot check" not in capsys.readouterr().err
 

@@ -208,7 +208,7 @@ def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
         f"dcp.async_save({{'a': torch.ones(3) * rank}}, storage_writer=Writer({str(tmp_path)!r}), process_group=side)"
     )
     cells.run(f"import ddip.rank.process_group.collectives as c; saved = {save}")
-    cells.run("while not rank and c.begun()[f'{side.group_name} cpu']['collectives'] < 1: time.sleep(0.01)")
+    cells.run("while not rank and c.begun_operations()[f'{side.group_name} cpu']['collectives'] < 1: time.sleep(0.01)")
     for _ in range(3):
         cells.run(PROOF)
         with pytest.raises(ddip.CellError):
@@ -231,7 +231,7 @@ def test_a_surplus_is_reported_when_its_thread_has_ended(
             leave.wait()
         thread = threading.Thread(target=work); thread.start()
         import ddip.rank.process_group.collectives as c
-        while c.begun()[f"{own.group_name} cpu"]["collectives"] < 2 - rank: time.sleep(0.01)
+        while c.begun_operations()[f"{own.group_name} cpu"]["collectives"] < 2 - rank: time.sleep(0.01)
     """)
     cells.run(PROOF)
     assert notices.readouterr().err == ""
@@ -271,10 +271,10 @@ def test_a_collective_of_an_unmatched_thread_is_reported(
     cells.run(before, show_ranks=[])
     cells.run("""
         import ddip.rank.process_group.collectives as c
-        before = c.counts()
+        before = c.counts_by_group()
         if rank == 1:
             threading.Thread(target=lambda: dist.all_reduce(torch.tensor([100.0]))).start()
-            while c.counts() == before: time.sleep(0.01)
+            while c.counts_by_group() == before: time.sleep(0.01)
     """)
     assert "different numbers of collectives in the default group" in notices.readouterr().err
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)

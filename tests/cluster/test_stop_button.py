@@ -190,12 +190,12 @@ class Loader:
 
 LEAVES_A_FILE = """
 from ddip.rank.process_group import membership as process_group
-leave = process_group.leave
+leave = process_group.leave_group
 def leave_and_tell():
     going = leave()
     if rank == 0: open(f"{folder}/left", "w").close()
     return going
-process_group.leave = leave_and_tell
+process_group.leave_group = leave_and_tell
 """
 
 
@@ -219,4 +219,4 @@ def test_the_next_cell_waits_for_a_slow_cleanup(cells: ddip.Group, tmp_path: Pat
     with pytest.raises(RequestInterrupted, match="rank 1 did not stop:"):
         cells.run("pass")
     thread.join()
-    cells.run(f"gc.enable(); process_group.leave = leave\n{PROOF}")
+    cells.run(f"gc.enable(); process_group.leave_group = leave\n{PROOF}")

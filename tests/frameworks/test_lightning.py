@@ -464,7 +464,7 @@ def test_removing_the_patches_restores_lightning(app: Any) -> None:
 
     before = patched_attributes()
     for module in app.PATCHES:
-        module.apply()
+        module.apply_patches()
     assert patched_attributes() != before
     patches.undo_all()
     assert patched_attributes() == before

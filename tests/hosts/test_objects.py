@@ -179,7 +179,7 @@ def test_a_host_without_the_notebooks_folder_is_reported(notebook_folder: Path) 
 def test_a_missing_folder_that_was_requested_is_an_error(hosts: Network) -> None:
     with pytest.raises(GroupError) as error:
         ddip.Group(1, hosts="h1,h2", reach=Reach(directory="/no/such"))
-    what = "/no/such is not there; create it there, or choose another folder with --cd"
+    what = "/no/such does not exist; create it there, or choose another folder with --cd"
     assert str(error.value) == f"h1: {what}\nh2: {what}"
 
 
@@ -202,7 +202,7 @@ def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path
         assert notebook.ok("%dipush --modules mine").text == "ddip: pushed mine: 8 B to h1, h2\n"
         notebook.ok("%%dip\nassert mine.x == 333")
         error = notebook.fails("%makedip -r --hosts h1:1,h2:1 --cd /no/such").message
-        assert "h1: /no/such is not there; create it there, or choose another folder with --cd" in error
+        assert "h1: /no/such does not exist; create it there, or choose another folder with --cd" in error
     finally:
         notebook.shut_down()
 

@@ -126,7 +126,7 @@ def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
 def test_a_job_that_slurm_rejects_is_reported(slurm: Slurm) -> None:
     with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch rejected the job: .*patrition"):
         ddip.Group(1, reach=Reach(slurm="nodes=1 patrition=x"))
-    with pytest.raises(GroupError, match="--here: this is no allocation"):
+    with pytest.raises(GroupError, match="--here: this is not an allocation"):
         ddip.Group(1, reach=Reach(here=True))
     assert slurm.jobs() == {}
 

@@ -133,7 +133,7 @@ def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object])
     ("names", "trap", "text"),
     [
         ("nosuchhost", {}, r"nosuchhost: .*[Rr]esolve.*is that its name"),
-        ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*without a question"),
+        ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*without a prompt"),
         ("h2", {"path": BARE, "python": "python3"}, r"h2: .*No module named 'ddip'\); install ddip there, in the same"),
         (
             "h2",

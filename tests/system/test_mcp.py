@@ -267,7 +267,7 @@ def test_a_busy_kernel_says_so_and_does_nothing_later(server: Server) -> None:
         with pytest.raises(ToolError, match="several notebooks are open.*another.ipynb"):
             await call("ddip_status")
         assert (await call("ddip_status", notebook="train.ipynb"))["group"] is None
-        with pytest.raises(ToolError, match="no notebook is called so"):
+        with pytest.raises(ToolError, match="no notebook is called that"):
             await call("ddip_status", notebook="no.ipynb")
         with pytest.raises(ToolError, match="BadInput: %makedip -x"):
             await call("ddip_start", arguments="-x", notebook="train.ipynb")

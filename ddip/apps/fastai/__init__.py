@@ -36,7 +36,7 @@ def prepare() -> None:
     """Patch fastai on a rank that has joined a group."""
     release()
     for module in MENDS:
-        module.apply()
+        module.apply_patches()
     # fastai's default number of workers per loader
     patches.set_attribute(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))
     shell = get_ipython()

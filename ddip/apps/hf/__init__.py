@@ -32,7 +32,7 @@ def prepare() -> None:
     """Patch the libraries on a rank that has joined a group."""
     release()
     for module in PATCHES:
-        module.apply()
+        module.apply_patches()
     if place.is_accelerate_imported():
         from ddip.apps import launcher  # imports accelerate
 

@@ -26,7 +26,7 @@ def prepare() -> None:
     """Patch Lightning on a rank that has joined a group."""
     release()
     for module in PATCHES:
-        module.apply()
+        module.apply_patches()
     _set_rank(dist.get_rank())
 
 
