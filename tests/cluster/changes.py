@@ -62,7 +62,7 @@ def change_and_stop(group: ddip.Group, size: int, number: int, other_ranks: set[
         try:
             group.change(Request(n=size))
         except RequestInterrupted as error:
-            assert "the change was interrupted; the group is " in str(error), calls[number - 1]
+            assert "the change was interrupted; the group " in str(error), calls[number - 1]
     prove_consistent(group, sizes, other_ranks)
     return len(calls)
 

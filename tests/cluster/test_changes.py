@@ -342,9 +342,7 @@ def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group
 @pytest.mark.grid
 def test_a_change_that_fails_during_leave_ends_new_engines(own_group: ddip.Group) -> None:
     running = {p.pid for p in processes_of(os.getpid())}
-    own_group.run(
-        "from ddip.rank.process_group import membership as process_group\nif rank == 1: process_group.leave_group = None"
-    )
+    own_group.run("from ddip.rank.process_group import membership\nif rank == 1: membership.leave_group = None")
     with pytest.raises(GroupError, match="leaving the group failed: rank 1: TypeError"):
         own_group.change(Request(n=3))
     assert {p.pid for p in processes_of(os.getpid())} == running
