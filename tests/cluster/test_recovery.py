@@ -640,7 +640,7 @@ APP = """
 import os
 def prepare():
     from ddip.rank import user_namespace
-    user_namespace()["prepared"] = namespace().get("prepared", 0) + 1
+    user_namespace()["prepared"] = user_namespace().get("prepared", 0) + 1
 """
 
 
