@@ -67,7 +67,7 @@ NO_MAGICS_IN_MARIMO = (
 
 
 def _is_in_marimo() -> bool:
-    """Return True in a cell of a marimo notebook; False in a program that imports marimo, or runs such a notebook."""
+    """Return True in a cell of a marimo notebook; False in a program that only imports marimo."""
     return bool(getattr(sys.modules.get("marimo"), "running_in_notebook", bool)())
 
 

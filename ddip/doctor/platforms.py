@@ -25,7 +25,7 @@ RESOURCE_FILE = "opt/ml/metadata/resource-metadata.json"
 
 @dataclass(frozen=True)
 class Platform:
-    """A recognized platform: its name, its limits in lines, and the advice to a user who must change something."""
+    """A recognized platform: name, limits as lines, and advice if the user must change something."""
 
     name: str
     limits: tuple[str, ...]
@@ -40,7 +40,7 @@ def check_platform() -> Check:
     found = f"{platform.system()} {platform.release()}, {platform.machine()}, cores: {on_host.count_cores()}"
     if sys.platform not in ("linux", "darwin"):
         return failed("platform", found, "use Linux or macOS; on Windows, WSL 2 is Linux")
-    return judge_platforms(found, list(recognize(os.environ, Path("/"), len(devices.gpu_names()))))
+    return judge_platforms(found, list(find_platforms(os.environ, Path("/"), len(devices.gpu_names()))))
 
 
 def judge_platforms(found: str, platforms: list[Platform]) -> Check:
@@ -50,23 +50,23 @@ def judge_platforms(found: str, platforms: list[Platform]) -> Check:
     return warning("platform", "\n".join(lines), advice) if advice else ok("platform", "\n".join(lines))
 
 
-def recognize(environment: Mapping[str, str], root: Path, gpus: int) -> Iterator[Platform]:
-    """Yield the platforms that the variables and the files below `root` show; `gpus` is the number of visible GPUs."""
+def find_platforms(environment: Mapping[str, str], root: Path, gpus: int) -> Iterator[Platform]:
+    """Yield the platforms that the variables and the files below `root` show; `gpus`: number of GPUs."""
     if "KAGGLE_KERNEL_RUN_TYPE" in environment or (root / "kaggle/working").is_dir():
-        yield _kaggle(root, gpus)
+        yield _describe_kaggle(root, gpus)
     elif "COLAB_RELEASE_TAG" in environment or "COLAB_GPU" in environment:  # Kaggle's image is made from Colab's
-        yield _colab(gpus)
+        yield _describe_colab(gpus)
     if "SM_CURRENT_HOST" in environment or (root / RESOURCE_FILE).exists():
-        yield _sagemaker(environment, gpus)
+        yield _describe_sagemaker(environment, gpus)
     if "DATABRICKS_RUNTIME_VERSION" in environment:
-        yield _databricks(environment["DATABRICKS_RUNTIME_VERSION"], gpus)
+        yield _describe_databricks(environment["DATABRICKS_RUNTIME_VERSION"], gpus)
     if "JUPYTERHUB_USER" in environment:
-        yield _jupyterhub(environment.get("MEM_LIMIT", ""))
+        yield _describe_jupyterhub(environment.get("MEM_LIMIT", ""))
     if "SLURM_JOB_ID" in environment:
-        yield _slurm(environment)
+        yield _describe_slurm(environment)
 
 
-def _kaggle(root: Path, gpus: int) -> Platform:
+def _describe_kaggle(root: Path, gpus: int) -> Platform:
     start = f"GPUs: {gpus}, type %makedip -g all"
     if not gpus:
         start = "GPUs: 0, type %makedip -n 2 for ranks on the CPU, or choose GPU T4 x2 as accelerator"
@@ -84,7 +84,7 @@ def _kaggle(root: Path, gpus: int) -> Platform:
     )
 
 
-def _colab(gpus: int) -> Platform:
+def _describe_colab(gpus: int) -> Platform:
     start = f"GPUs: {gpus}, type %makedip -g all"
     if not gpus:
         start = "GPUs: 0, type %makedip -n 2 for ranks on the CPU, or choose a GPU in Runtime > Change runtime type"
@@ -93,9 +93,9 @@ def _colab(gpus: int) -> Platform:
     return Platform("Colab", (start, "files in /content are lost when the runtime ends"))
 
 
-def _sagemaker(environment: Mapping[str, str], gpus: int) -> Platform:
+def _describe_sagemaker(environment: Mapping[str, str], gpus: int) -> Platform:
     limits = [f"GPUs: {gpus}, those of this instance"]
-    hosts = _names(environment.get("SM_HOSTS", ""))
+    hosts = _parse_names(environment.get("SM_HOSTS", ""))
     if len(hosts) > 1:
         limits.append(
             f"the job has {len(hosts)} instances; ranks start on this one, since --hosts needs ssh to the rest"
@@ -105,7 +105,7 @@ def _sagemaker(environment: Mapping[str, str], gpus: int) -> Platform:
     return Platform("SageMaker", tuple(limits))
 
 
-def _names(text: str) -> list[str]:
+def _parse_names(text: str) -> list[str]:
     """Parse a JSON list of names; an unreadable text gives no names."""
     try:
         names = json.loads(text)
@@ -114,7 +114,7 @@ def _names(text: str) -> list[str]:
     return names if isinstance(names, list) else []
 
 
-def _databricks(version: str, gpus: int) -> Platform:
+def _describe_databricks(version: str, gpus: int) -> Platform:
     return Platform(
         f"Databricks {version}",
         (
@@ -124,7 +124,7 @@ def _databricks(version: str, gpus: int) -> Platform:
     )
 
 
-def _jupyterhub(memory_limit: str) -> Platform:
+def _describe_jupyterhub(memory_limit: str) -> Platform:
     limit = int(memory_limit) if memory_limit.isdecimal() else 0
     if not limit:
         return Platform("JupyterHub", ("it names no memory limit (MEM_LIMIT)",))
@@ -133,7 +133,7 @@ def _jupyterhub(memory_limit: str) -> Platform:
     return Platform("JupyterHub", (text,), advice if limit < TIGHT_BYTES else "")
 
 
-def _slurm(environment: Mapping[str, str]) -> Platform:
+def _describe_slurm(environment: Mapping[str, str]) -> Platform:
     job, step = environment["SLURM_JOB_ID"], environment.get("SLURM_STEP_ID", "")
     nodes, tasks = environment.get("SLURM_JOB_NUM_NODES", "?"), environment.get("SLURM_STEP_NUM_TASKS", "1")
     limits = [f"nodes: {nodes}; %makedip --here starts ranks on all of them, -n and -g on this host only"]

@@ -113,7 +113,7 @@ def test_a_platform_is_recognized_with_its_limits(
         (tmp_path / file).mkdir(parents=True)
     elif file:
         (tmp_path / file).touch()
-    (recognized,) = platforms.recognize(environment, tmp_path, gpus)
+    (recognized,) = platforms.find_platforms(environment, tmp_path, gpus)
     check = platforms.judge_platforms("Linux", [recognized])
     assert recognized.name == name and said in check.found and check.status == "ok"
 
@@ -126,13 +126,13 @@ def test_a_platform_is_recognized_with_its_limits(
     ],
 )
 def test_a_platform_that_is_too_small_is_a_warning(environment: dict[str, str], advice: str, tmp_path: Path) -> None:
-    check = platforms.judge_platforms("Linux", list(platforms.recognize(environment, tmp_path, 0)))
+    check = platforms.judge_platforms("Linux", list(platforms.find_platforms(environment, tmp_path, 0)))
     assert check.status == "warning" and advice in check.advice
 
 
 def test_a_plain_machine_is_not_a_platform_and_several_may_apply(tmp_path: Path) -> None:
-    assert list(platforms.recognize({}, tmp_path, 8)) == []
-    both = platforms.recognize({**HUB, **SLURM}, tmp_path, 8)
+    assert list(platforms.find_platforms({}, tmp_path, 8)) == []
+    both = platforms.find_platforms({**HUB, **SLURM}, tmp_path, 8)
     assert [platform.name for platform in both] == ["JupyterHub", "Slurm job 7"]
 
 

@@ -196,9 +196,9 @@ def pull_values(
 
 
 def known_names() -> str:
-    """Return the names of the notebook's variables, which need not come along with functions, separated by spaces.
+    """Return the names of the notebook's variables as one text, separated by spaces.
 
-    ipyparallel sends a text many times as fast as a list.
+    They need not come along with functions. ipyparallel would treat each name of a list as an object of its own.
     """
     variables = pickling.main_variables()
     return " ".join(

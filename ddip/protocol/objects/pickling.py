@@ -184,7 +184,7 @@ def _reduce_cached_function(cached: Any) -> str | tuple[Any, ...]:
 
 
 def cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    """Wrap `make_function` with ``functools.lru_cache``; its cache is empty."""
+    """Wrap `function` with ``functools.lru_cache``; its cache is empty."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -677,7 +677,7 @@ def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping
 
 
 def home_of(function: FunctionType) -> str | None:
-    """Return the name of the module whose globals `make_function` reads.
+    """Return the name of the module whose globals `function` reads.
 
     ``%run`` removes ``__name__`` from these globals; then it is the function's ``__module__``.
     """

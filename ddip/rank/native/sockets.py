@@ -149,7 +149,7 @@ def own_connections(ports: Collection[int]) -> list[Ends]:
 
 
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
-    """Shut down these `tcp_connections`, and those that were accepted at `ports`; return their number.
+    """Shut down these `connections`, and those that were accepted at `ports`; return their number.
 
     Threads that wait on one of them are unblocked at once. The descriptors stay open for their owners to close.
     """

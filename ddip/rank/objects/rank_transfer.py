@@ -44,7 +44,7 @@ _outgoing: dict[str, SharedBytes | bytearray] = {}
 
 
 def append_part(load: int, part: bytes, first: bool, share: bool) -> str:
-    """Append `pull_part` to an incoming load of pickled objects.
+    """Append `part` to an incoming load of pickled objects.
 
     The `first` part allocates the load; that of load 0 also drops all former transfers. Returns the path under which
     other ranks of this host can `attach_load` the load; "" if it is not shared.

@@ -339,7 +339,7 @@ def collect_profile(path: str) -> ProfileReport:
 
 
 def trace_part(begin: int, end: int) -> bytes:
-    """Return the bytes from `begin_recording` to `end_recording` of the kept trace; an empty range frees the trace."""
+    """Return the bytes from `begin` to `end` of the kept trace; an empty range frees the trace."""
     trace = None if _recording is None else _recording.trace
     if trace is None or begin >= end:
         if trace is not None:
