@@ -249,6 +249,25 @@ def test_an_interrupt_swallowed_by_a_fork_callback_is_not_lost(cells: ddip.Group
         )
 
 
+def test_an_interrupt_ends_a_sleep_that_begins_with_it(cells: ddip.Group) -> None:
+    """A signal that arrives just before a system call does not interrupt it, like one that another thread takes."""
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+        cells.run(
+            """
+            import signal, threading, time
+            def press():
+                kernel = get_ipython().kernel
+                take, kernel._signal = kernel._signal, lambda number: signal.pthread_kill(threading.get_ident(), number)
+                kernel.interrupt_running_cell()
+                kernel._signal = take
+            threading.Timer(0.2, press).start()
+            time.sleep(1000)
+            """,
+            timeout=60,
+        )
+    assert [info.state for info in cells.info()] == ["idle", "idle"]
+
+
 def test_an_interrupt_of_idle_ranks_has_no_later_effect(cells: ddip.Group) -> None:
     for _ in range(5):
         cells.interrupt()

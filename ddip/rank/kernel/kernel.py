@@ -31,8 +31,10 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
    the cell that the signal is for, and `_missed_its_cell` drops a signal whose cell has ended.
 
 3. The signal. Python handles it on the main thread, between two instructions, and a system call such as a sleep ends
-   early. An asynchronous exception (``thread_exceptions.py``) does not end system calls; it is used only for helper
-   threads, in which Python handles no signals. The effect of the signal depends on the state of the main thread:
+   early. A call that begins just as the signal arrives does not: Python has looked for signals before, and the call
+   has not begun. Therefore `_resend_interrupt` sends the signal again until Python has handled it. An asynchronous
+   exception (``thread_exceptions.py``) does not end system calls; it is used only for helper threads, in which Python
+   handles no signals. The effect of the signal depends on the state of the main thread:
 
        no request             ipyparallel's handler ignores it
        a cleanup that hangs   it ends the finalizer, sent when a cell that waits for it is stopped (``Cells.tidy``)
@@ -80,7 +82,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from types import FrameType
@@ -168,6 +170,10 @@ def _is_cell(request: dict[str, Any]) -> bool:
 def _needs_reply_only(request: dict[str, Any]) -> bool:
     """Return whether clients need only the reply of `request`, and none of its status messages."""
     return "doing" in request.get("metadata", {}) or _message_type(request) in ("ddip_request", "ddip_interrupt")
+
+
+RESEND_SECONDS = (0.05, 0.2, 0.8)
+"""Pauses before SIGINT is sent again to a main thread that has not handled it."""
 
 
 class _NoShellThread:
@@ -315,8 +321,12 @@ class RankKernel(CellKernel):
 
     def _retry_interrupt(self, seconds: float = libraries.AGAIN_SECONDS) -> None:
         """Interrupt the running cell again after `seconds`."""
+        self._call_on_control_thread(seconds, self._interrupt_cell, self._cell)
+
+    def _call_on_control_thread(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        """Call `function` on the control thread after `seconds`; safe on any thread and in a signal handler."""
         control = self.control_thread.io_loop
-        control.add_callback(control.call_later, seconds, self._interrupt_cell, self._cell)
+        control.add_callback(control.call_later, seconds, function, *args)
 
     @never_interrupted
     def _retry_swallowed_interrupt(self, unraisable: Any) -> None:
@@ -346,11 +356,23 @@ class RankKernel(CellKernel):
             signal.signal(signal.SIGINT, handle_sigint)
             yield
 
-    def _interrupt_cell(self, cell: str | None) -> None:
-        """Send SIGINT for the cell whose request id is `cell`, if it still runs."""
+    def _interrupt_cell(self, cell: str | None, pauses: Sequence[float] = RESEND_SECONDS) -> None:
+        """Send SIGINT for the cell whose request id is `cell`, if it still runs.
+
+        Send it again after `pauses`, in seconds, as long as Python has not handled it: a system call that began just
+        as the signal arrived has not been interrupted by it.
+        """
         if cell is not None and self._cell == cell:
             self._interrupt_target = cell
             self._signal(signal.SIGINT)
+            if pauses:
+                self._call_on_control_thread(pauses[0], self._resend_interrupt, cell, pauses[1:])
+
+    def _resend_interrupt(self, cell: str, pauses: Sequence[float]) -> None:
+        """Send SIGINT again if ddip's handler has not handled it; the cell's own handler does not tell."""
+        is_ours = getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __name__
+        if self._interrupt_target == cell and is_ours:
+            self._interrupt_cell(cell, pauses)
 
     def _allow_interrupts(self) -> None:
         """Let interrupts raise from now on; raises KeyboardInterrupt if this request was already stopped."""
