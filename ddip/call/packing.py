@@ -96,7 +96,7 @@ class CallPayload:
         self.homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
-        """Return what to pickle for a function or class sent by value; notebook code gets a number."""
+        """Return the pickle reduction of a function or class; number and record those of the notebook."""
         if not self._is_from_notebook(obj):
             return reduced
         if isinstance(obj, FunctionType):

@@ -25,7 +25,7 @@ LAST_LINES = 6
 
 
 class Facts(TypedDict):
-    """The line of JSON that `main` prints."""
+    """Facts about the installed torch, which `main` prints as one line of JSON."""
 
     version: str
     cuda: str
@@ -75,7 +75,7 @@ def _one_line(message: object) -> str:
 
 
 class Probe:
-    """The process in which torch is imported, while other checks run."""
+    """A child process that imports torch and prints its `Facts`, while other checks run."""
 
     def __init__(self) -> None:
         self.has_torch = False

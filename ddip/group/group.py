@@ -172,7 +172,7 @@ class Group:
     # -- start, change, end
 
     def _new_cluster(self, request: Request) -> Cluster:
-        """Return a cluster in which no process runs yet."""
+        """Remove what ended notebooks have left, and return a cluster in which no process runs yet."""
         ownership.clear_up_orphans()
         return own_cluster(request, self.options.spawn)
 
@@ -555,7 +555,7 @@ class Group:
             return stacks
 
     def set_collect(self, collect: bool) -> None:
-        """Turn garbage collection on every rank after each cell on or off."""
+        """Set whether each rank collects garbage after a cell."""
         self.options.collect = collect
         self.ranks.call_on_control_channel(self.ranks.live, on_rank.set_collect(collect), seconds=status.ANSWER_SECONDS)
 
@@ -625,7 +625,10 @@ class Group:
     # -- names
 
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
-        """Make `call` on the main thread of rank 0; return None if it is busy or takes longer than `seconds`."""
+        """Make `call` on the main thread of rank 0; return None if it fails or takes longer than `seconds`.
+
+        Returns None also if rank 0 is busy or has ended. A call that takes longer continues to run.
+        """
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)

@@ -202,7 +202,11 @@ def peek_timeout(args: Any, line: str) -> float | None:
 
 
 def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
-    """Check ``--profile``; raise BadInput for a cell that does not run only on ranks."""
+    """Raise BadInput for ``--profile`` on a cell that does not run only on ranks.
+
+    `typed` is the folder after the option, "" without one, and None without the option. If it is one of the `places` of
+    a cell, it is the cell's place in disguise; otherwise the place is `where`.
+    """
     place = typed if typed in places else where
     if typed is not None and place != "remote":
         raise BadInput(f"%%dip {place} --profile: only ranks are profiled; type %%dip --profile")

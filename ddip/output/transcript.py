@@ -83,7 +83,7 @@ class RankTranscript:
         self._clear_next: list[Item] | None = None
 
     def text(self, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Add text; if `line` is given, it replaces the stream from that line on (``Screen.jump``)."""
+        """Append `text` to a stream, or replace the stream from `line` on with it (``Screen.jump``)."""
         self._prepare_to_add()
         item = self._open_text(stream)
         item.overwritten = item.overwritten or moves_cursor(text)

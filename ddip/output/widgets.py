@@ -194,7 +194,7 @@ def _child_ids(state: dict[str, Any]) -> Sequence[str]:
 
 
 def _draw_bar(state: dict[str, Any]) -> str:
-    """Draw a bar in the style of tqdm's text."""
+    """Return the bar of a progress widget with this `state` as `WIDTH` block characters."""
     numbers = [state.get(key) for key in ("min", "max", "value")]
     low, high, value = (number if isinstance(number, (int, float)) else 0 for number in numbers)
     share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0

@@ -216,7 +216,7 @@ def put_together(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def holes_in(value: Any) -> list[str]:
-    """Return the names of the tensors for which `value` has holes."""
+    """Return the names of the tensors that the placeholders (`Hole`) in `value` stand for."""
     if isinstance(value, Hole):
         return [value.name]
     found: list[str] = []
@@ -244,7 +244,7 @@ def _replace_tensors(name: str, value: Any, tensors: dict[str, torch.Tensor]) ->
 
 
 def _map_items(value: Any, change: Any) -> Any:
-    """Return a copy of a container with `change` applied to each item; return other values unchanged."""
+    """Copy a dict, list or tuple with ``change(key, item)`` for each item; return other values unchanged."""
     if type(value) in (dict, OrderedDict, defaultdict):
         result = copy.copy(value)  # keeps torch's metadata, which is an attribute
         for key, item in value.items():

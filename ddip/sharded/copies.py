@@ -123,7 +123,7 @@ class Pair:
 
     @property
     def copies(self) -> list[Copy]:
-        """The complete copies of this pair."""
+        """The copies of this pair that hold a complete save."""
         return [copy for copy in (self.own, self.spare) if copy.serial is not None]
 
 
@@ -139,7 +139,7 @@ class CopyStore:
 
     @property
     def copies(self) -> list[Copy]:
-        """The complete copies of both pairs."""
+        """The copies with a complete save, of this rank and of its partners."""
         return [copy for pair in self.pairs for copy in pair.copies]
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from ddip.cluster.hosts import slurm, slurm_keeper
 from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, GroupError
-from ddip.group.members import places
+from ddip.group.members import places, time_left
 from ddip.group.members.placement import HostRequest, Request
 
 
@@ -121,3 +121,13 @@ def test_an_sbatch_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_keeper, "SUBMIT_SECONDS", 0.1)
     assert slurm_keeper._submit_job("#!/bin/sh") == {"error": "sbatch did not answer within 0.1 s"}
+
+
+def test_another_job_near_its_end_gets_a_warning_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(time_left, "notify", warnings.append)
+    monkeypatch.setattr(time_left.slurm, "seconds_left", lambda job: 60.0)
+    watch = time_left.TimeLeft()
+    for jobs in ([1], [1], [2]):
+        watch.follow(jobs)
+    assert [warning.split(" ends")[0] for warning in warnings] == ["Slurm job 1", "Slurm job 2"]

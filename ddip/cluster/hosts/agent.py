@@ -100,7 +100,7 @@ class Agent:
             preload_client.ensure_process()
 
     def serve(self) -> NoReturn:
-        """Send the facts and handle the notebook's messages until stdin ends; then end the process."""
+        """Send the host's facts, and handle the notebook's messages until stdin ends; then end the process."""
         self.say(
             facts={
                 **on_host.collect_facts(),

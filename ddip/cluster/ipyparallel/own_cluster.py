@@ -161,7 +161,11 @@ class OwnCluster(OnHosts, Channels):
         return dict(zip(numbers, self._wait_for(numbers, deadline, on_up), strict=True))
 
     def _start_controller(self, timeout: float) -> None:
-        """Start the controller process, and return before it is ready; allow it `timeout` seconds for that."""
+        """Start the controller process, but do not wait until it accepts connections.
+
+        `timeout` limits this start, and later the wait for its connection files, in seconds. Raises GroupError if the
+        start takes longer.
+        """
         starting = self._ipp.start_controller(
             controller_cmd=preload_client.module_command("ddip.cluster.processes.controller"),
             controller_args=controller_arguments(encrypt=bool(self._hosts.remote)),

@@ -23,7 +23,7 @@ ASK_SECONDS = 5.0
 
 
 class Host(Protocol):
-    """One host of a group."""
+    """One host of a group, on which processes are started, looked at and ended."""
 
     name: str
     """The name that the user typed; empty for this machine."""

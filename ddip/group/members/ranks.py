@@ -161,8 +161,9 @@ class Ranks(Members):
         button: stopping.Button,
         release: Callable[[], object] | None,
     ) -> None:
-        """Interrupt the `unfinished` requests and wait for them briefly; abandon those that do not end.
+        """Interrupt `requests` and wait for them briefly; abandon those that do not end.
 
+        `unfinished` are the ranks that the error names. `release` is called if requests still run after a first wait.
         Raises RequestInterrupted if the stop button was pressed.
         """
         pressed = button.pressed

@@ -25,14 +25,16 @@ class TimeLeft:
         self._guard = Guard("how long a job still has could not be found out")
 
     def follow(self, jobs: Iterable[int]) -> None:
-        """Watch these jobs from now on; none: stop watching."""
+        """Watch these jobs instead of the former ones; watch none if `jobs` is empty."""
         if self._timer is not None:
             self._timer.cancel()
-        self._jobs = tuple(jobs)
+        former, self._jobs = self._jobs, tuple(jobs)
+        if self._jobs != former:
+            self._warnings_given = 0
         self._check_time(self._jobs)
 
     def _check_time(self, jobs: tuple[int, ...]) -> None:
-        """Warn the user if it is time, and set a timer to look again, as a job's time limit may change."""
+        """Warn if the first job to end is near its end, and check again at the next warning time."""
         first = _first_to_end(jobs)
         if first is None or jobs is not self._jobs:
             return

@@ -33,7 +33,11 @@ class Watch:
         self._since = time.monotonic()
 
     def has_stalled(self, running: Sequence[int], now: float) -> bool:
-        """Return whether no rank has made progress (messages, steps, CPU time) during the stall timeout."""
+        """Ask the ranks for progress if it is time; return whether none has made any during the stall timeout.
+
+        Progress is a call of `note_progress`, another position in the code, or CPU time (of ranks on the CPU). The
+        ranks are asked at most every `PULSE_SECONDS`; in between, the answer is False.
+        """
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)
         if now < self._since + interval or now < self._asked + interval:
             return False

@@ -12,9 +12,10 @@ from ddip.protocol.reports import ShardsReport
 
 
 def fetch_layout(ranks: Ranks, name: str) -> ShardsTable:
-    """Return the layout of the model in the variable `name`.
+    """Ask all ranks which parts of the model `name` they hold, and return them as a table.
 
-    Raises BadInput if a rank has no such variable, or it is not a module.
+    `name` may be a part, such as ``model.encoder``. Raises BadInput if a rank has no such variable or it is not a
+    module, GroupError if a rank is busy or has ended, and RequestInterrupted after a stop.
     """
     reports: Sequence[ShardsReport] = ranks.ask(range(len(ranks.members)), on_rank.describe_shards(name))
     lack = [rank for rank, report in enumerate(reports) if not report["is_there"]]

@@ -139,9 +139,10 @@ class Steps:
         return self._known[rank][group]["collectives"] if rank in self._known else 0
 
     def _is_sure(self, group: str, begun: Numbers) -> bool:
-        """Return whether no rank that is behind can catch up.
+        """Return whether no rank that is behind can begin further collectives in `group`.
 
-        A thread that has not used the group so far might, unless main threads have begun all collectives there.
+        A thread that has not used the group so far could begin one, so a rank's "maybe" counts only where main threads
+        have begun all collectives so far.
         """
         most = max(begun.values())
         uses = {rank: self._known[rank][group] for rank in begun if rank in self._known}

@@ -86,7 +86,7 @@ class _Writer:
         self._open: list[str] = []
 
     def read(self, source: str) -> None:
-        """Parse `source`, and append the result to `parts`."""
+        """Close the elements of this HTML, drop scripts and tags for the whole page, and append it to `parts`."""
         at = 0
         while (found := TOKEN.search(source, at)) is not None:
             self._write_text(source[at : found.start()])

@@ -211,7 +211,7 @@ def is_plain_key(key: Any) -> bool:
 
 
 def key_text(key: Any) -> str:
-    """Return the text of a plain key in a path."""
+    """Return the text that stands for a plain key in paths, and by which keys are sorted."""
     kind = type(key)
     return f"{kind.__name__}.{(instance_dict(key) or {}).get('_name_')}" if enum.Enum in mro_of(kind) else repr(key)
 

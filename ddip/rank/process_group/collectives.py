@@ -167,7 +167,7 @@ def _wrap_batch_start(method: Method) -> Method:
 
 
 def _wrap_batch_end(method: Method) -> Method:
-    """Wrap the end of a batch of sends and receives to exclude all that torch counted in its window."""
+    """Wrap the end of a batch, to leave its sends and receives out of torch's count of collectives."""
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class Cells:
         self.doing, self._started = "", None
 
     def begin(self) -> None:
-        """Mark the start of a cell, after a pending cleanup of a failed one."""
+        """Mark the start of a cell; a pending cleanup is done now if the last cell failed, otherwise dropped."""
         if self._pending:
             self._pending.cancel()
         if self._error is not None:  # the memory of the failed cell may be needed

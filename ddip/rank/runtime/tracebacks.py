@@ -227,7 +227,10 @@ def _shown_links(error: BaseException) -> tuple[list[BaseException], int]:
 
 
 def _python_traceback(links: Sequence[BaseException], left_out: int, found: _Results) -> list[str]:
-    """Return a traceback in Python's format below IPython's header, with every part limited in size."""
+    """Format an error and its chain as Python does, below IPython's header, with every part limited in size.
+
+    `links` begins with the error that was raised. `found` has their messages.
+    """
     error = links[0]
     name = type(error).__name__
     lines = ["-" * 75, f"{name}{'Traceback (most recent call last)':>{max(1, 75 - len(name))}}"]

@@ -20,9 +20,10 @@ _NOTHING = object()
 
 
 class SavedState:
-    """Saved state of all objects that `function` can reach.
+    """Copy of the state that a call of `function` may change, to undo a trial call with `restore`.
 
-    It covers attributes, closures, the globals that its code names, buffers and containers.
+    It covers attributes, closures, the globals that its code names, buffers and containers, up to `DEPTH` references
+    away; tensors with more than `MOST_ELEMENTS` elements are not copied.
     """
 
     def __init__(self, function: Any) -> None:
