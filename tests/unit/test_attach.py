@@ -35,9 +35,9 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
     assert [found.name for found in clusters.all_there()] == ["big/one-two", "default"]
-    with pytest.raises(GroupError, match=r"^-c one-two: its controller does not answer; no cluster runs here"):
+    with pytest.raises(GroupError, match="^-c one-two: .*answer"):
         clusters.find_connection_file("one-two")
-    with pytest.raises(GroupError, match=r"^-c three: there is no such cluster; no cluster runs here; ipcluster start"):
+    with pytest.raises(GroupError, match="^-c three: .*no such.*ipcluster start"):
         clusters.find_connection_file("three")
 
 
@@ -49,10 +49,10 @@ def test_either_file_of_a_cluster_identifies_the_cluster(profiles: Path) -> None
         == clusters.find_connection_file(str(folder / "cluster-one-two.json"))
         == file
     )
-    with pytest.raises(GroupError, match="there is no file"):
+    with pytest.raises(GroupError, match="no file .*none.json"):
         clusters.find_connection_file(str(folder / "none.json"))
     (folder / "other.json").write_text("[]")
-    with pytest.raises(GroupError, match="this is not a connection file for clients"):
+    with pytest.raises(GroupError, match="-client.json"):
         clusters.find_connection_file(str(folder / "other.json"))
 
 
@@ -64,13 +64,13 @@ def test_ranks_are_on_the_first_hosts(n: int | None, counts: list[int]) -> None:
 
 
 def test_more_ranks_than_engines_are_refused() -> None:
-    with pytest.raises(GroupError, match="^-n 4: that cluster has 3 engines; leave out -n"):
+    with pytest.raises(GroupError, match="^-n 4: .*3 engines"):
         Attachment("file", SEATS, 4).ensure_enough()
 
 
 def test_an_unknown_launcher_is_refused_and_known_launchers_are_listed() -> None:
     launcher_engines.check_launcher("ssh")
-    with pytest.raises(BadInput, match=r"^--engines shh: ipyparallel has no such launcher; type one of .*slurm.*ssh"):
+    with pytest.raises(BadInput, match="^--engines shh: .*slurm.*ssh"):
         launcher_engines.check_launcher("shh")
 
 

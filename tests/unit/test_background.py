@@ -36,8 +36,9 @@ def test_a_background_cell_returns_at_once_and_runs_until_stopped(new_group: New
 def test_each_wait_raises_the_error_of_the_cell(new_group: NewGroup) -> None:
     cell = new_group(2).start("1: raise ValueError no")
     for _ in range(2):
-        with pytest.raises(CellError, match="^rank 1: ValueError: no"):
+        with pytest.raises(CellError) as caught:
             cell.wait()
+        assert caught.value.by_rank[1].name == "ValueError"
     assert cell.outcome == "user_error"
     assert cell.errors[1].name == "ValueError"
 
@@ -82,7 +83,7 @@ def test_a_queued_cell_is_skipped_after_a_stopped_one(new_group: NewGroup) -> No
     assert second.state == other.state == "queued"
     first.press_stop()
     assert [wait_for_end(cell).outcome for cell in (first, second, other)] == ["interrupted", "not_run", "not_run"]
-    with pytest.raises(GroupError, match="cell 1, for which cell 2 waited, was stopped; cell 2 did not run"):
+    with pytest.raises(GroupError, match="cell 1, .*cell 2 "):
         second.wait()
     assert wait_for_end(group.start("pass", queue=True)).outcome == "ok"
 
@@ -107,10 +108,11 @@ def test_a_queued_cell_is_stopped_before_it_begins(new_group: NewGroup) -> None:
 def test_a_failure_unblocks_only_the_ranks_of_its_cell(new_group: NewGroup) -> None:
     group = new_group(4)
     cell = group.start("wait", ranks=[2, 3])
-    with pytest.raises(CellError, match="rank 0: ValueError: no; rank 1 was blocked"):
+    with pytest.raises(CellError) as caught:
         group.run("0: raise ValueError no\n1: wait", ranks=[0, 1])
+    assert caught.value.by_rank[0].name == "ValueError" and caught.value.by_rank[1].waited == "all_reduce"
     assert not cell.done.done()
-    with pytest.raises(GroupError, match="cell 1 runs on ranks 2, 3.*\nthe group must first be rebuilt"):
+    with pytest.raises(GroupError, match="cell 1 .*ranks 2, 3 .*\n.*rebuilt"):
         group.run("pass", ranks=[0, 1])
     for rank in (2, 3):
         group.engine(rank).end()
@@ -151,7 +153,7 @@ def test_a_timeout_also_ends_a_background_cell(new_group: NewGroup) -> None:
 def test_a_rank_that_does_not_stop_is_named(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddip.group.cells.cell_state.STOP_SECONDS", 0.05)
     cell = new_group(2).start("1: deaf")
-    with pytest.raises(GroupError, match="rank 1 did not stop"):
+    with pytest.raises(GroupError, match="rank 1"):
         cell.stop()
     assert cell.outcome == "stuck"
 
@@ -160,7 +162,7 @@ def test_the_end_of_the_group_ends_its_cells(new_group: NewGroup) -> None:
     group = new_group(2)
     running, queued = group.start("sleep"), group.start("pass", queue=True)
     group.shutdown()
-    with pytest.raises(GroupError, match="the cell ended with its group"):
+    with pytest.raises(GroupError, match="%makedip -k"):
         running.wait()
     assert (running.outcome, wait_for_end(queued).outcome) == ("rank_died", "not_run")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ddip cell")]
@@ -170,7 +172,7 @@ def test_the_end_of_the_controller_ends_a_cell(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep")
     group.cluster.controller_ended = True  # type: ignore[attr-defined]
-    with pytest.raises(GroupError, match="the controller process ended"):
+    with pytest.raises(GroupError, match="controller.*%makedip -r"):
         cell.wait()
     group.cluster.controller_ended = False  # type: ignore[attr-defined]
 
@@ -178,25 +180,25 @@ def test_the_end_of_the_controller_ends_a_cell(new_group: NewGroup) -> None:
 def test_a_request_waiting_for_free_ranks_runs_once_they_are(new_group: NewGroup) -> None:
     group = new_group(2)
     cell = group.start("sleep", timeout=0.05)
-    with pytest.raises(GroupError, match="cell 1, for which this cell waited, timed out; it did not run"):
+    with pytest.raises(GroupError, match="cell 1, .*%dipwait 1 "):
         group.wait_until_free([0])
-    assert cell.done.done()
+    assert cell.done.done() and cell.outcome == "timeout"
     group.wait_until_free()
 
 
 def test_an_unknown_cell_number_is_not_found(new_group: NewGroup) -> None:
     group = new_group(2)
-    with pytest.raises(BadInput, match="there were none"):
+    with pytest.raises(BadInput, match="^3: .*none$"):
         group.cell(3)
     group.run("pass")
     assert group.cell(1) is group.cells[0]
-    with pytest.raises(BadInput, match="the last are 1"):
+    with pytest.raises(BadInput, match="^3: .* 1$"):
         group.cell(3)
 
 
 def test_an_unwritable_log_is_refused_before_the_cell_runs(new_group: NewGroup, tmp_path: Any) -> None:
     group = new_group(2)
-    for typed, why in [(f"{tmp_path}/no/train", "there is no folder"), (str(tmp_path), "this is a folder")]:
+    for typed, why in [(f"{tmp_path}/no/train", f"{tmp_path}/no;"), (f"{tmp_path}", f"{tmp_path}/train$")]:
         with pytest.raises(BadInput, match=why):
             group.run("pass", log=typed)
     assert group.cells == []

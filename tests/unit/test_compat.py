@@ -117,19 +117,19 @@ def test_a_process_without_a_required_name_logs_its_absence(log: str) -> None:
     if "other" in log:
         own_cluster._check_names(log)
         return
-    with pytest.raises(GroupError, match="^ipykernel 8 has no ipykernel.x, which ddip needs; install ipykernel 7$"):
+    with pytest.raises(GroupError, match=f"^{log.strip()}$"):
         own_cluster._check_names(f"\nend of its log:\n  {log}")
 
 
 def test_a_missing_name_in_the_notebook_prevents_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     delete_name("ipyparallel.client.client.Client._update_engines", monkeypatch)
-    with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ has no ipyparallel\.client\.\S+\._update_engines, "):
+    with pytest.raises(GroupError, match=r"Client\._update_engines"):
         own_cluster.OwnCluster(logging.getLogger(), False)
 
 
 def test_missing_names_for_attaching_refuse_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat_ipyparallel.NOTEBOOK.off, compat_ipyparallel.ATTACH, ["ipyparallel.x"])
-    with pytest.raises(GroupError, match=r"^ipyparallel [\d.]+ \(tested: [\d.]+\): %makedip -c and --engines cannot"):
+    with pytest.raises(GroupError, match="-c and --engines"):
         attached.connect_client("no such file")
 
 

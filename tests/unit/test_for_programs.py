@@ -138,16 +138,15 @@ def test_a_notebook_is_found_by_path_name_or_kernel(typed: str, found: str) -> N
 @pytest.mark.parametrize(
     ("paths", "typed", "why"),
     [
-        ([], "", "no notebook is open"),
-        (["a", "b"], "", "several notebooks are open; give one as `notebook`: a, b"),
-        (["a", "b"], "c", "c: no notebook is called that; open: a, b"),
-        (["x/a", "y/a"], "a", "a: several notebooks are called that; open: x/a, y/a"),
+        ([], "", "no notebook"),
+        (["a", "b"], "", "`notebook`: a, b$"),
+        (["a", "b"], "c", "^c: .*: a, b$"),
+        (["x/a", "y/a"], "a", "^a: .*: x/a, y/a$"),
     ],
 )
 def test_an_ambiguous_choice_of_a_notebook_lists_the_candidates(paths: list[str], typed: str, why: str) -> None:
-    with pytest.raises(KernelError) as raised:
+    with pytest.raises(KernelError, match=why):
         notebooks.choose_notebook([server_session(path) for path in paths], typed)
-    assert why in str(raised.value)
 
 
 def test_a_single_notebook_is_chosen_without_its_name() -> None:
@@ -167,7 +166,7 @@ def test_the_reply_of_the_kernel_is_the_answer() -> None:
     assert answer_in(kernel_reply(ok={"number": 7})) == {"number": 7}
     with pytest.raises(KernelError, match="^BadInput: type this$"):
         answer_in(kernel_reply(error="BadInput", message="type this"))
-    with pytest.raises(KernelBusy, match="nothing was done"):
+    with pytest.raises(KernelBusy):
         answer_in(kernel_reply(error="TooLate", message=""))
 
 
@@ -176,9 +175,9 @@ def test_the_reply_of_the_kernel_is_the_answer() -> None:
     [
         (
             {kernels.KEY: {"status": "error", "ename": "ModuleNotFoundError", "evalue": "no ddip"}},
-            "has no ddip: Module",
+            "ModuleNotFoundError",
         ),
-        ({}, "is not one of IPython"),
+        ({}, "IPython"),
     ],
 )
 def test_a_kernel_that_has_no_ddip_says_so(expressions: Any, why: str) -> None:

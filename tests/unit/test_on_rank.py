@@ -55,12 +55,9 @@ def test_an_engine_with_another_ddip_is_refused() -> None:
         return {"version": version, "pid": 7, "host": "b", **torch}  # type: ignore[typeddict-item]
 
     engines._check_version([hello_with_version(on_rank.VERSION)])
-    with pytest.raises(
-        GroupError,
-        match=f"^pid 7 on b speaks version 0 of ddip's protocol, the notebook version {on_rank.VERSION}; inst",
-    ):
+    with pytest.raises(GroupError, match=f"^pid 7 on b .*version 0 .*version {on_rank.VERSION};"):
         engines._check_version([hello_with_version(on_rank.VERSION), hello_with_version(0)])
     old = hello_with_version(0)
     del old["version"]  # type: ignore[misc]
-    with pytest.raises(GroupError, match="speaks version 0"):
+    with pytest.raises(GroupError, match="version 0 "):
         engines._check_version([old])

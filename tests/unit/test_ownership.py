@@ -213,7 +213,7 @@ def test_run_folders_use_the_first_suitable_place(tmp_path: Path, monkeypatch: p
     assert list(too_long.iterdir()) == []
     folder.rmdir()
     monkeypatch.setattr(ownership, "_candidate_folders", lambda: [too_long, tmp_path / "missing"])
-    with pytest.raises(OSError, match=f"{too_long}: AF_UNIX path too long; {tmp_path / 'missing'}: "):
+    with pytest.raises(OSError, match=f"{too_long}: .*; {tmp_path / 'missing'}: "):
         ownership.make_run_folder()
 
 

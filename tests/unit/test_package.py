@@ -36,12 +36,12 @@ def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
     package_files = dist.files_of_the_package()
     assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(package_files)
     dist.ensure_complete([*package_files, "ddip-0.1.0.dist-info/METADATA"], package_files)
-    with pytest.raises(dist.StepFailed, match=r"lacks \['ddip/py.typed'\], and has \['tests/dist.py'\]"):
+    with pytest.raises(dist.StepFailed, match="lacks .*py.typed.* has .*dist.py"):
         dist.ensure_complete(
             [*(name for name in package_files if name != "ddip/py.typed"), "tests/dist.py"], package_files
         )
 
 
 def test_a_failed_step_shows_its_output() -> None:
-    with pytest.raises(dist.StepFailed, match="(?s)a step: exit code 3.*why"):
+    with pytest.raises(dist.StepFailed, match="(?s)a step: .*3.*why"):
         dist.run_step("a step", [sys.executable, "-c", "print('why'); raise SystemExit(3)"])

@@ -94,5 +94,5 @@ def test_used_packages_and_modules_are_recorded() -> None:
 
 def test_every_unpicklable_object_is_named() -> None:
     code = "import threading\nlock, fine = threading.Lock(), 1\ndef fn(x=lock): pass"
-    with pytest.raises(TransferError, match="^in_torchddp: the function cannot .*; lock cannot be pickled: TypeError"):
+    with pytest.raises(TransferError, match="the function .*; lock "):
         pack_call(code, "fine", "lock")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError
+from ddip.errors import BadInput, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.watching import peek
 from ddip.notebook import arguments
 from ddip.protocol import on_rank
@@ -53,20 +53,20 @@ def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch
 def test_a_busy_rank_says_when_it_will_have_the_name(new_group: NewGroup) -> None:
     group = new_group(2)
     group.push({"a": 1})
-    with pytest.raises(TransferError, match="rank 0 has no variable x, y; type names that a %%dip cell has defined"):
+    with pytest.raises(TransferError, match="rank 0 .* x, y; .*%%dip"):
         group.peek(["a", "x", "y"])
     answer = group.engine(0).answers[TAKE]
     group.engine(0).answers[TAKE] = lambda *args: {**answer(*args), "busy": True}
-    with pytest.raises(TransferError, match="rank 0 has no variable x, y yet; it is available once the cell has assig"):
+    with pytest.raises(TransferError, match="rank 0 .* x, y yet;"):
         group.peek(["a", "x", "y"])
 
 
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        ({"cell": 3, "line": 2, "source": "sleep(9)"}, r"it pickles a, in cell \[3\] line 2: sleep\(9\)"),
-        ({"state": "finished"}, "it was about to"),
-        ({}, "it still pickles a"),
+        ({"cell": 3, "line": 2, "source": "sleep(9)"}, r"a, in cell \[3\] line 2: sleep\(9\)"),
+        ({"state": "finished"}, "about to"),
+        ({}, "still pickles a"),
     ],
 )
 def test_a_late_rank_says_its_place_and_drops_the_request(
@@ -75,9 +75,7 @@ def test_a_late_rank_says_its_place_and_drops_the_request(
     group = new_group(2)
     group.push({"a": 1})
     group.engine(1).answers.update({TAKE: stay_silent, DROP: lambda number: place})
-    with pytest.raises(
-        TransferError, match=rf"^nothing was pulled: rank 1 has not answered within 0.05 s: {text}; -t SECONDS waits"
-    ):
+    with pytest.raises(TransferError, match=f"rank 1 .*0.05 s: .*{text}; -t "):
         group.peek_all(["a"], [0, 1], seconds=0.05)
     assert [snapshot_calls(group.engine(rank)) for rank in (0, 1)] == [[TAKE, DROP]] * 2
 
@@ -86,7 +84,7 @@ def test_a_silent_rank_is_reported_without_a_place(new_group: NewGroup, monkeypa
     group = new_group(2)
     monkeypatch.setattr(peek, "WHERE_SECONDS", 0.05)
     group.engine(1).answers.update({TAKE: stay_silent, DROP: stay_silent})
-    with pytest.raises(TransferError, match="rank 1 has not answered within 0.05 s: it does not respond to signals"):
+    with pytest.raises(TransferError, match="rank 1 .*0.05 s: .*signals"):
         group.peek(["a"], 1, seconds=0.05)
 
 
@@ -101,8 +99,9 @@ def test_a_rank_that_has_ended_is_named_at_once(new_group: NewGroup, when: str) 
     if when == "before":
         group.scripted.end_engine(group.members[1].engine, -9)
     group.engine(1).answers[TAKE] = end_engine
-    with pytest.raises(GroupError, match="^pulling failed: rank 1: RankEnded: .*SIGKILL.*%makedip --repair"):
+    with pytest.raises(RequestFailed, match="--repair") as caught:
         group.peek_all(["a"], [0, 1], seconds=60)
+    assert caught.value.by_rank[1].name == "RankEnded" and "SIGKILL" in caught.value.by_rank[1].message
 
 
 def test_the_stop_button_ends_a_snapshot(new_group: NewGroup) -> None:
@@ -113,7 +112,7 @@ def test_the_stop_button_ends_a_snapshot(new_group: NewGroup) -> None:
         raise Silence
 
     group.engine(0).answers[TAKE] = press_stop_silently
-    with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
+    with pytest.raises(RequestInterrupted):
         group.peek(["a"], seconds=60)
     assert snapshot_calls(group.engine(0)) == [TAKE, DROP]
 
@@ -125,7 +124,7 @@ def test_a_refusal_of_a_rank_is_shown(new_group: NewGroup) -> None:
         raise RuntimeError("8 former ones have not ended")
 
     group.engine(1).answers[TAKE] = refuse_snapshot
-    with pytest.raises(TransferError, match="^nothing was pulled: rank 1: RuntimeError: 8 former ones have not ended$"):
+    with pytest.raises(TransferError, match="rank 1: RuntimeError"):
         group.peek(["a"], 1)
 
 
@@ -148,9 +147,9 @@ def test_the_timeout_is_read_as_seconds(now: bool, timeout: str | None, seconds:
 @pytest.mark.parametrize(
     ("now", "timeout", "text"),
     [
-        (False, "3", "^%dipull x -t 3: -t needs --now; a pull waits until the rank is free$"),
-        (True, "soon", "^-t soon: type a number of seconds, 0.1 or more, such as -t 120$"),
-        (True, "0", "^-t 0: type a number of seconds"),
+        (False, "3", "^%dipull x -t 3: .*--now"),
+        (True, "soon", "^-t soon: .*-t 120$"),
+        (True, "0", "^-t 0: .*-t 120$"),
     ],
 )
 def test_a_bad_timeout_is_refused(now: bool, timeout: str, text: str) -> None:

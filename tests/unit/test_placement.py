@@ -45,7 +45,7 @@ def new_bindings(made: GroupSpec) -> list[DeviceBinding]:
 def test_a_count_is_a_number_from_1() -> None:
     assert parse_count("3") == 3
     for typed in ("0", "two", "-1", "1.5", ""):
-        with pytest.raises(BadInput, match=f"-n {typed}: type a number of ranks, 1 or more"):
+        with pytest.raises(BadInput, match=f"^-n {typed}: "):
             parse_count(typed)
 
 
@@ -65,22 +65,21 @@ def test_gpus_come_in_the_order_given_with_gaps_and_twice(words: list[str], gpus
 
 
 @pytest.mark.parametrize(
-    ("words", "available", "message"),
+    ("words", "available", "fact"),
     [
-        (["99"], 4, "-g 99: there is no GPU 99; this machine has GPU 0 to 3"),
-        (["0,1"], 1, "-g 0,1: there is no GPU 1; this machine has only GPU 0"),
-        (["0,x"], 4, "-g 0,x: 'x' is not a GPU; type numbers, such as -g 0,1, or -g all"),
-        (["all", "1"], 4, "-g all 1: 'all' is not a GPU"),
-        (["-1"], 4, "-g -1: '-1' is not a GPU"),
-        ([","], 4, "-g ,: type numbers"),
-        (["0"], 0, "-g 0: there is no GPU here; type %makedip -n 2"),
-        (["all"], 0, "-g all: there is no GPU here"),
+        (["99"], 4, "GPU 99; .*GPU 0 to 3"),
+        (["0,1"], 1, "GPU 1; .*only GPU 0"),
+        (["0,x"], 4, "'x' .*-g 0,1, or -g all"),
+        (["all", "1"], 4, "'all' "),
+        (["-1"], 4, "'-1' "),
+        ([","], 4, "-g 0,1, or -g all"),
+        (["0"], 0, "%makedip -n 2"),
+        (["all"], 0, "%makedip -n 2"),
     ],
 )
-def test_invalid_gpus_are_named(words: list[str], available: int, message: str) -> None:
-    with pytest.raises(BadInput) as caught:
+def test_invalid_gpus_are_named(words: list[str], available: int, fact: str) -> None:
+    with pytest.raises(BadInput, match=f"^-g {' '.join(words)}: .*{fact}"):
         parse_gpus(words, available)
-    assert str(caught.value).startswith(message)
 
 
 def test_ranks_keep_the_order_typed_each_once() -> None:
@@ -91,25 +90,24 @@ def test_ranks_keep_the_order_typed_each_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "fact"),
     [
-        (["9"], "-r 9: there is no rank 9; this group has ranks 0 to 3"),
-        (["2-9"], "-r 2-9: there is no rank 4"),
-        (["x"], "-r x: 'x' is not a rank; this group has ranks 0 to 3: type -r 0, -r 0,1 or -r all"),
-        (["1-"], "-r 1-: '1-' is not a rank"),
-        (["3-1"], "-r 3-1: '3-1' is not a rank"),
-        (["3-1,0"], "-r 3-1,0: '3-1' is not a rank"),
-        (["-1"], "-r -1: '-1' is not a rank"),
+        (["9"], "rank 9; .*ranks 0 to 3"),
+        (["2-9"], "rank 4; "),
+        (["x"], "'x' .*0 to 3: .*-r 0, -r 0,1 or -r all"),
+        (["1-"], "'1-' "),
+        (["3-1"], "'3-1' "),
+        (["3-1,0"], "'3-1' "),
+        (["-1"], "'-1' "),
     ],
 )
-def test_invalid_ranks_are_named(words: list[str], message: str) -> None:
-    with pytest.raises(BadInput) as caught:
+def test_invalid_ranks_are_named(words: list[str], fact: str) -> None:
+    with pytest.raises(BadInput, match=f"^-r {' '.join(words)}: .*{fact}"):
         parse_ranks(words, 4, "-r")
-    assert str(caught.value).startswith(message)
 
 
 def test_a_group_of_one_has_only_rank_0() -> None:
-    with pytest.raises(BadInput, match="-r 1: there is no rank 1; this group has only rank 0"):
+    with pytest.raises(BadInput, match="^-r 1: .*only rank 0"):
         parse_ranks(["1"], 1, "-r")
 
 
@@ -136,25 +134,25 @@ def test_a_requested_backend_is_used() -> None:
 
 def test_nccl_without_a_gpu_for_each_rank_is_refused() -> None:
     for backend in ("nccl", "cpu:gloo,cuda:nccl"):
-        with pytest.raises(BadInput, match=f"-b {backend}: nccl needs GPUs"):
+        with pytest.raises(BadInput, match=f"-b {backend}: .*on the CPU"):
             resolve_request(Request(n=2, backend=backend), 2)
-        with pytest.raises(BadInput, match=f"-b {backend}: two ranks share a GPU"):
+        with pytest.raises(BadInput, match=f"-b {backend}: .*share a GPU"):
             resolve_request(Request(gpus=(0, 0), backend=backend), 1)
 
 
 def test_a_count_that_differs_from_the_gpus_is_refused() -> None:
-    with pytest.raises(BadInput, match="-n 3 and -g with 2 GPUs: leave out -n"):
+    with pytest.raises(BadInput, match="^-n 3 .*-g .*2 GPUs"):
         resolve_request(Request(n=3, gpus=(0, 1)), 4)
     assert resolve_request(Request(n=2, gpus=(0, 1)), 4).size == 2
 
 
 def test_python_callers_are_checked_too() -> None:
-    with pytest.raises(BadInput, match="-g 5: there is no GPU 5"):
+    with pytest.raises(BadInput, match="^-g 5: .*GPU 5"):
         resolve_request(Request(gpus=(5,)), 2)
     for n in (-1, 0):
         with pytest.raises(BadInput, match=f"-n {n}"):
             resolve_request(Request(n=n), 0)
-    with pytest.raises(BadInput, match="type numbers"):
+    with pytest.raises(BadInput, match="-g 0,1, or -g all"):
         resolve_request(Request(gpus=()), 2)
 
 
@@ -207,15 +205,15 @@ def test_ranks_of_a_program_are_taken_in_the_order_given() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([0, 9], r"ranks=\[0, 9\]: there is no rank 9; this group has ranks 0 to 2"),
-        ([-1], r"ranks=\[-1\]: there is no rank -1; "),
-        ([1, 0, 1], r"ranks=\[1, 0, 1\]: rank 1 is listed twice"),
-        ([1.0], r"ranks=\[1.0\]: 1.0 is not a rank; "),
-        (["1"], r"ranks=\['1'\]: '1' is not a rank; "),
-        ([True], r"ranks=\[True\]: True is not a rank; "),
-        ([None], r"ranks=\[None\]: None is not a rank; "),
-        (1, r"ranks=1: give a list of ranks, such as \[0\]; "),
-        ("01", r"ranks='01': give a list of ranks"),
+        ([0, 9], r"ranks=\[0, 9\]: .*rank 9; .*0 to 2"),
+        ([-1], r"ranks=\[-1\]: .*rank -1; "),
+        ([1, 0, 1], r"ranks=\[1, 0, 1\]: rank 1 .*twice"),
+        ([1.0], r"ranks=\[1.0\]: 1.0 "),
+        (["1"], r"ranks=\['1'\]: '1' "),
+        ([True], r"ranks=\[True\]: True "),
+        ([None], r"ranks=\[None\]: None "),
+        (1, r"ranks=1: .*\[0\]; "),
+        ("01", r"ranks='01': .*\[0\]; "),
     ],
 )
 def test_invalid_ranks_of_a_program_are_named(given: object, said: str) -> None:
@@ -225,7 +223,7 @@ def test_invalid_ranks_of_a_program_are_named(given: object, said: str) -> None:
 
 @pytest.mark.parametrize("typed", ["h1:two", "h1:", "h1:-1", "me@h1:2x"])
 def test_text_after_the_colon_of_a_host_is_a_number(typed: str) -> None:
-    with pytest.raises(BadInput, match="type the number of ranks after the colon, such as (me@)?h1:4"):
+    with pytest.raises(BadInput, match="such as (me@)?h1:4"):
         parse_hosts(typed)
 
 

@@ -324,7 +324,7 @@ def test_the_quickest_answer_sets_the_clock() -> None:
 
 def test_an_unwritable_folder_is_refused_and_a_former_profile_removed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"--profile .*file: .*; type the name of a folder"):
+    with pytest.raises(BadInput, match="--profile .*/file: "):
         folder_for(str(tmp_path / "file"))
     for name in ("rank_3.pt.trace.json.gz", "all_ranks.perfetto-trace", "mine.json"):
         (tmp_path / name).write_text("")

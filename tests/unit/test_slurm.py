@@ -51,11 +51,11 @@ def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
-        ("gpus=4", "type how many nodes"),
-        ("nodes=2 ,x", "',x' is not an option of sbatch; type name=value"),
+        ("gpus=4", "how many nodes"),
+        ("nodes=2 ,x", "',x'.*name=value"),
         ("nodes=2 array=1-3", "leave out array"),
-        ("nodes=2 'time=1", "a quote is not closed"),
-        ("", "type how many nodes"),
+        ("nodes=2 'time=1", "quote"),
+        ("", "how many nodes"),
     ],
 )
 def test_invalid_slurm_options_are_named(typed: str, text: str) -> None:
@@ -89,7 +89,7 @@ def test_the_gpus_of_a_node_are_its_slurm_allocation(
 
 def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GroupError, match="there is no Slurm here: sbatch and srun are not on the PATH"):
+    with pytest.raises(GroupError, match="sbatch and srun"):
         places.allocate_hosts(Request(reach=Reach(slurm="nodes=2")), lambda text, share=None: None)
 
 
@@ -101,7 +101,7 @@ def test_here_uses_the_hosts_of_another_scheduler(monkeypatch: pytest.MonkeyPatc
     place = places.allocate_hosts(Request(reach=Reach(here=True)), lambda text, share=None: None)
     assert place.request.hosts == (HostRequest("n1"), HostRequest("n2")) and place.text() == ""
     monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nowhere"))
-    with pytest.raises(GroupError, match="cannot be read"):
+    with pytest.raises(GroupError, match="PBS_NODEFILE=.*/nowhere"):
         places.allocate_hosts(Request(reach=Reach(here=True)), lambda text, share=None: None)
 
 

@@ -268,7 +268,7 @@ def test_a_watch_follows_restarts_changes_and_the_end() -> None:
         assert [one.state for one in sampler.look()] == ["idle", "idle"]
         group.change(Request(n=3))
         assert [one.rank for one in sampler.look()] == [0, 1, 2]
-    with pytest.raises(GroupError, match="has ended"):
+    with pytest.raises(GroupError):
         sampler.look()
 
 
