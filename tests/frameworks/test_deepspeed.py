@@ -36,7 +36,7 @@ def test_engines_of_a_former_group_refuse_but_new_ones_work(warmed_up: None) -> 
         assert len({str(found["first"]) for found in group.pull_all(["first"], range(2))[0]}) == 1
         with pytest.raises(CellError, match="mine"):
             group.run("if rank == 0: raise ValueError('mine')\nstep(engine)")
-        with pytest.raises(CellError, match="DeepSpeed engine was made in a process group that has been destroyed"):
+        with pytest.raises(CellError, match="DeepSpeed engine .*destroyed"):
             group.run("step(engine)")
         group.run("assert torch.equal(step(made()), first)")
         group.change(Request(n=3))
@@ -55,7 +55,7 @@ def test_an_error_in_backward_leaves_no_gradients_for_later_steps(warmed_up: Non
             group.run("step(engine)")
         group.run("handle.remove()")
         if stage:
-            with pytest.raises(CellError, match="RuntimeError: a failed cell left this DeepSpeed engine"):
+            with pytest.raises(CellError, match="failed cell.*DeepSpeed"):
                 group.run("step(engine)")
         else:
             group.run("for _ in range(10): assert torch.equal(step(engine), step(twin))")

@@ -114,9 +114,9 @@ def test_an_accelerator_and_loader_of_another_size_refuse_to_work(warmed_up: Non
             loader = accelerator.prepare(DataLoader(list(range(24)), batch_size=4))
         """)
         group.change(Request(2))
-        with pytest.raises(CellError, match="this BatchSamplerShard was made for a group of 3 ranks"):
+        with pytest.raises(CellError, match="BatchSamplerShard .*3 ranks"):
             group.run("list(loader)")
-        with pytest.raises(CellError, match="this AcceleratorState was made for former ranks of the group"):
+        with pytest.raises(CellError, match="StaleStateError: .*AcceleratorState"):
             group.run("accelerator.num_processes")
         group.run("""
             loader = Accelerator().prepare(DataLoader(list(range(24)), batch_size=4))
@@ -163,13 +163,13 @@ def test_notebook_launcher_calls_the_function_on_ranks_with_fresh_settings(group
         notebook_launcher(function, (2,))
     """)
     assert pull_from_both(group, "seen") == [[(1, 2, "bf16"), (2, 2, "no")]] * 2
-    with pytest.raises(CellError, match="%makedip -n 3 first"):
+    with pytest.raises(CellError, match="%makedip -n 3"):
         group.run("notebook_launcher(function, (3,), num_processes=3)")
 
 
 def test_device_map_auto_is_refused_with_the_alternative(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"if rank == 0: LlamaForCausalLM(config).save_pretrained({str(tmp_path)!r})")
-    with pytest.raises(CellError, match="write device_map={'': device}, or leave it out"):
+    with pytest.raises(CellError, match="device_map={'': device}"):
         group.run(f"LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, device_map='auto')")
     group.run(f"LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, device_map={{'': device}})")
     group.run(f"LlamaForCausalLM.from_pretrained({str(tmp_path)!r}, device_map='auto')", ranks=[0])
@@ -331,7 +331,7 @@ def test_a_scheduler_with_a_lambda_continues_with_equal_counts(group: ddip.Group
 
 def test_a_trainer_on_some_ranks_says_it_needs_all(group: ddip.Group, tmp_path: Path) -> None:
     for method in ("train", "evaluate"):
-        with pytest.raises(CellError, match=rf"trainer.{method}\(\): .* 2 ranks, and this cell runs on rank 0 only"):
+        with pytest.raises(CellError, match=rf"{method}\(\): .*2 ranks.*rank 0"):
             group.run(f"trainer = make({str(tmp_path)!r}, LlamaForCausalLM(config))\ntrainer.{method}()", ranks=[0])
 
 
@@ -427,7 +427,7 @@ def test_only_the_first_rank_maps_a_data_set(group: ddip.Group, tmp_path: Path) 
     assert pull_from_both(group, "kept") == [[8, 9]] * 2
     assert pull_from_both(group, "memory") == [[0, 0], [1, 1]]
     assert (tmp_path / "mapped").read_text() == "0\n" * 20
-    with pytest.raises(CellError, match="ranks 0, 1: ValueError: planted"):
+    with pytest.raises(CellError, match="ranks 0, 1: .*planted"):
         group.run("data.map(fail)")
     assert pull_from_both(group, "seen")  # no rank is blocked
 
@@ -574,7 +574,7 @@ def test_removing_the_app_leaves_the_libraries_unchanged() -> None:
 
 def test_without_any_library_the_error_lists_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddip.apps.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match="type %pip install accelerate transformers"):
+    with pytest.raises(BadInput, match="%pip install accelerate transformers"):
         ddip.Group(2, app="hf")
 
 

@@ -156,22 +156,19 @@ def test_pytorch_lightning_and_a_fabric_also_use_the_ranks(cells: ddip.Group) ->
 
 
 REFUSED = [
-    (
-        "L.Trainer(strategy='ddp_notebook')",
-        r"it would start its own processes, .* use strategy='ddp'",
-    ),
+    ("L.Trainer(strategy='ddp_notebook')", r"use strategy='ddp'"),
     ("L.Trainer(strategy='ddp_spawn')", r"use strategy='ddp'"),
     ("L.Trainer(strategy='ddp_fork_find_unused_parameters_true')", r"use strategy='ddp_find_unused_parameters_true'"),
     ("L.Trainer(strategy=DDPStrategy(start_method='fork'))", r"DDPStrategy\(...\)\): .* use strategy='ddp'"),
     ("L.Fabric(strategy='ddp_notebook')", r"Fabric\(strategy='ddp_notebook'\): .* use strategy='ddp'"),
-    ("L.Trainer(strategy='horovod')", r"Lightning has removed it; use strategy='ddp'"),
-    ("L.Trainer(strategy='fsdp')", r"%makedip -g all first, or use ModelParallelStrategy\(data_parallel_size=2"),
-    ("L.Trainer(strategy=FSDPStrategy())", r"torch's FSDP needs GPUs"),
-    ("L.Trainer(strategy='deepspeed')", r"Lightning supports it on GPUs only, .* use strategy='ddp'"),
-    ("L.Trainer(devices=1)", r"Trainer\(devices=1\): the group has 2 ranks; leave it out, or type %makedip -n 1 first"),
-    ("L.Trainer(devices=2, num_nodes=2)", r"type %makedip -n 4 first"),
-    ("L.Trainer(accelerator='gpu')", r"the ranks of this group are on the CPU; leave it out"),
-    ("Tuner(L.Trainer(**NOTHING)).scale_batch_size(Net())", r"a cell whose first line is %%dip -r 0"),
+    ("L.Trainer(strategy='horovod')", r"removed .*use strategy='ddp'"),
+    ("L.Trainer(strategy='fsdp')", r"%makedip -g all.*ModelParallelStrategy\(data_parallel_size=2"),
+    ("L.Trainer(strategy=FSDPStrategy())", r"FSDP.*%makedip -g all"),
+    ("L.Trainer(strategy='deepspeed')", r"%makedip -g all.* use strategy='ddp'"),
+    ("L.Trainer(devices=1)", r"Trainer\(devices=1\): .*2 ranks.*%makedip -n 1"),
+    ("L.Trainer(devices=2, num_nodes=2)", r"%makedip -n 4"),
+    ("L.Trainer(accelerator='gpu')", r"accelerator=.*on the CPU; leave it out"),
+    ("Tuner(L.Trainer(**NOTHING)).scale_batch_size(Net())", r"%%dip -r 0"),
 ]
 
 
@@ -202,9 +199,9 @@ def test_a_trainer_in_a_cell_on_one_rank_trains_alone(cells: ddip.Group) -> None
     """,
         ranks=[1],
     )
-    with pytest.raises(CellError, match="this Trainer is for all 2 ranks, and this cell runs on rank 1 only"):
+    with pytest.raises(CellError, match="Trainer .*2 ranks.*rank 1 only"):
         cells.run("everybody.fit(Net(), loader)", ranks=[1])
-    with pytest.raises(CellError, match="strategy='ddp'.*needs all 2 ranks"):
+    with pytest.raises(CellError, match="strategy='ddp'.*2 ranks"):
         cells.run("L.Trainer(strategy='ddp')", ranks=[1])
 
 
@@ -238,7 +235,7 @@ def test_the_same_trainer_continues_after_a_rank_has_failed(cells: ddip.Group, h
         once, best = Once({hook!r}, fail_on_1), ModelCheckpoint(dirpath="best", monitor="val")
         trainer, net = L.Trainer(max_steps=30, callbacks=[once, best, EarlyStopping("val", patience=9)], **QUIET), Net()
     """)
-    with pytest.raises(CellError, match="rank 1: ValueError: planted"):
+    with pytest.raises(CellError, match="rank 1: .*planted"):
         cells.run("trainer.fit(net, loader, evaluation)")
     cells.run("""
         wrappers = [one for one in gc.get_objects() if type(one) is nn.parallel.DistributedDataParallel]
@@ -292,7 +289,7 @@ def test_a_checkpoint_of_a_failed_run_is_written_without_waiting(cells: ddip.Gro
         callbacks = [Once("on_train_batch_end", fail_on_1), OnExceptionCheckpoint("failed")]
         trainer, net = L.Trainer(max_epochs=1, callbacks=callbacks, **QUIET), Net()
     """)
-    with pytest.raises(CellError, match="rank 1: ValueError: planted"):
+    with pytest.raises(CellError, match="rank 1: .*planted"):
         cells.run("trainer.fit(net, loader)")
     assert (tmp_path / "failed" / "on_exception.ckpt").exists()
     cells.run("""
@@ -355,7 +352,7 @@ def test_a_failure_to_prepare_data_is_retried_next_time(cells: ddip.Group) -> No
                 return DataLoader(data, 4, num_workers=1)
         source, trainer, net = Data(), L.Trainer(max_epochs=1, **NOTHING), Net()
     """)
-    with pytest.raises(CellError, match="rank 0: OSError: no room"):
+    with pytest.raises(CellError, match="rank 0: OSError"):
         cells.run("trainer.fit(net, datamodule=source)")
     cells.run("source.fails = False\ntrainer.fit(net, datamodule=source)\nassert len(net.losses) == 20 and same(net)")
 
@@ -409,9 +406,9 @@ def test_a_trainer_of_another_number_of_ranks_says_so(warmed_up: None, capsys: p
         """)
         group.change(ddip.Request(n=2))
         group.run(SET_UP, ranks=[1])
-        with pytest.raises(CellError, match="made for 1 rank, and the group has 2 now; recreate it: trainer = Trainer"):
+        with pytest.raises(CellError, match="1 rank, .* 2 now.*trainer = Trainer"):
             group.run("if rank == 0: trainer.fit(net, loader)")
-        with pytest.raises(CellError, match="fabric.launch: this Fabric was made for 1 rank"):
+        with pytest.raises(CellError, match="fabric.launch: .*1 rank"):
             group.run("if rank == 0: fabric.launch()")
         group.run(
             "L.Trainer(max_epochs=1, **NOTHING).fit(net := Net(), loader)\nassert len(net.losses) == 20 and same(net)"

@@ -44,8 +44,8 @@ def test_missing_names_in_the_core_refuse_only_the_app(
 ) -> None:
     pytest.importorskip(library)
     rename_in_sources([name], b"", tmp_path, monkeypatch, (library,))
-    refused = re.escape(f"has no {name}, which ddip needs; install {library}")
+    missing = re.escape(name)
     with ddip.Group(2, spawn=True, timeout=120) as group:
-        with pytest.raises(GroupError, match=f"ImportError: {library} [0-9.]+ {refused} [0-9.]+; the group runs"):
+        with pytest.raises(GroupError, match=f"ImportError: {library} .*{missing}.*install {library} "):
             group.change(ddip.Request(app=app))
         group.run("import torch.distributed as dist\ndist.barrier()")
