@@ -56,5 +56,5 @@ def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: ForeignClus
 def test_a_lost_host_is_reported(theirs: ForeignCluster, hosts: Network) -> None:
     with ddip.Group(reach=Reach(cluster="theirs")) as group:
         hosts["h1"].lose_power()
-        with pytest.raises((CellError, GroupError), match="lost with h1"):
+        with pytest.raises((CellError, GroupError), match="lost .*h1"):
             group.run("import torch, torch.distributed as dist\nwhile True: dist.all_reduce(torch.ones(2))")

@@ -62,9 +62,15 @@ def assert_works(group: ddip.Group) -> None:
     assert sums_of_ranks(group) == [10.0] * 4
 
 
+def assert_blocked(error: CellError, ranks: list[int], operation: str) -> None:
+    """Assert that the failed cell had blocked `ranks` in `operation`."""
+    places = {rank: error.by_rank[rank].waited for rank in ranks}
+    assert all(place and place.startswith(operation) for place in places.values()), places
+
+
 def test_only_log_lines_of_the_last_cell_explain_a_death(group: ddip.Group) -> None:
     group.run("if rank == 3: os.write(2, b'an earlier problem\\n'); print()")
-    with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(exit code 3\)") as caught:
+    with pytest.raises(CellError, match="rank 3: .*exit code 3") as caught:
         group.run("if rank == 3: os._exit(3)")
     assert caught.value.by_rank[3].traceback == ""
     assert group.repair() == [3]
@@ -75,22 +81,30 @@ def test_only_log_lines_of_the_last_cell_explain_a_death(group: ddip.Group) -> N
 
 
 def test_a_killed_rank_is_noticed_at_once_and_replaced(group: ddip.Group) -> None:
-    with pytest.raises(CellError, match=r"rank 3: RankEnded: pid \d+ ended \(SIGKILL\).*ranks 0-2 were blocked"):
+    with pytest.raises(CellError, match="SIGKILL") as caught:
         group.run("if rank == 3: os.kill(os.getpid(), 9)\ndist.all_reduce(x)")
+    assert caught.value.by_rank[3].name == "RankEnded"
+    assert_blocked(caught.value, [0, 1, 2], "all_reduce")
     assert group.repair() == [3]
     assert_works(group)
     assert group.pull(["kept"], 2) == {"kept": 2}
 
 
 def test_a_failure_on_one_host_unblocks_the_others(group: ddip.Group) -> None:
-    with pytest.raises(CellError, match=r"rank 0: ValueError: no; ranks 1-3 were blocked in all_reduce"):
+    with pytest.raises(CellError) as caught:
         group.run("if rank == 0: raise ValueError('no')\ndist.all_reduce(x)")
+    assert caught.value.by_rank[0].name == "ValueError"
+    assert_blocked(caught.value, [1, 2, 3], "all_reduce")
     assert_works(group)
-    with pytest.raises(CellError, match=r"rank 3: ValueError: no; ranks 0-2 were blocked in recv"):
+    with pytest.raises(CellError) as caught:
         group.run("if rank == 3: raise ValueError('no')\ndist.recv(x, 3)")
+    assert caught.value.by_rank[3].name == "ValueError"
+    assert_blocked(caught.value, [0, 1, 2], "recv")
     assert_works(group)
-    with pytest.raises(CellError, match=r"rank 3: ValueError: no; rank 0 was blocked in new_group"):
+    with pytest.raises(CellError) as caught:
         group.run("if rank == 3: raise ValueError('no')\ndist.new_group([0, 3])")
+    assert caught.value.by_rank[3].name == "ValueError"
+    assert_blocked(caught.value, [0], "new_group")
     assert_works(group)
 
 
@@ -127,14 +141,15 @@ def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Grou
 def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Group, hosts: Network) -> None:
     do_in_a_second(hosts["h2"].lose_power)
     began = time.monotonic()
-    with pytest.raises(CellError, match=r"rank 2: RankEnded: pid \d+ is lost with h2: h2 has sent nothing for .*"):
+    with pytest.raises(CellError, match="h2 has sent nothing") as caught:
         group.run(BUSY)
+    assert caught.value.by_rank[2].name == "RankEnded"
     assert time.monotonic() - began < 20
-    with pytest.raises(GroupError, match=r"lost with h2.*%makedip --repair"):
+    with pytest.raises(GroupError, match="lost .*h2.*--repair"):
         group.run("pass")
-    with pytest.raises(BadInput, match="h1 is not lost; a repair replaces lost hosts only"):
+    with pytest.raises(BadInput, match="h1 is not lost"):
         group.repair(hosts=parse_hosts("h3,h2"))
-    with pytest.raises(GroupError, match=r"^h2: ssh: connect to host h2 port 22"):
+    with pytest.raises(GroupError, match="^h2: ssh: connect"):
         group.repair()
     assert group.repair(hosts=parse_hosts("h1,h3")) == [2, 3]
     assert_works(group)
@@ -145,7 +160,7 @@ def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Gro
 
 def test_a_link_cut_permanently_ends_the_ranks_behind_it(group: ddip.Group, hosts: Network) -> None:
     do_in_a_second(hosts["h2"].cut)
-    with pytest.raises(CellError, match="is lost with h2"):
+    with pytest.raises(CellError, match="RankEnded: .*h2"):
         group.run(BUSY)
     wait_until(lambda: not ddip_processes_on(hosts["h2"]), 15, "the end of the ranks behind the link")
     hosts["h2"].mend()
@@ -161,8 +176,9 @@ def test_a_host_whose_processes_end_is_reused(group: ddip.Group, hosts: Network,
         "preload process": lambda: pid_of(hosts["h2"], "ddip preload process"),
     }
     do_in_a_second(lambda: os.kill(pids[which](), signal.SIGKILL))
-    with pytest.raises(CellError, match=r"RankEnded: .*ranks 0, 1 were blocked"):
+    with pytest.raises(CellError, match="RankEnded") as caught:
         group.run(BUSY)
+    assert_blocked(caught.value, [0, 1], "")
     if which != "preload process":
         wait_until(lambda: not ddip_processes_on(hosts["h2"]), 10, "the end of the ranks there")
     assert group.repair() == [2, 3]

@@ -6,6 +6,7 @@ import getpass
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ import pytest
 import ddip
 from ddip.cluster.processes import on_host
 from ddip.cluster.reach import Reach
-from ddip.errors import GroupError, RequestInterrupted, TransferError
+from ddip.errors import GroupError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.objects import delivery
 
 from ..cluster.leftovers import wait_until
@@ -92,8 +93,9 @@ def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, mon
         if len(parts) == 3:
             host.ask(on_host.send_signal, pid, int(signal.SIGKILL))
 
-    with pytest.raises(GroupError, match="pushing failed: .*rank 2.*SIGKILL"):
+    with pytest.raises(RequestFailed, match="SIGKILL") as caught:
         group.push({"large": bytes(8 * MIB)}, progress=kill_in_the_middle)
+    assert caught.value.by_rank[2].name == "RankEnded"
     assert group.repair(["large"], 0) == [2]
     assert pull_from_all(group, "large") == [1] * 4
 
@@ -108,7 +110,7 @@ def test_a_stop_in_the_middle_changes_nothing(group: ddip.Group, monkeypatch: py
         if len(parts) == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(RequestInterrupted, match="nothing was pushed: pushing was interrupted"):
+    with pytest.raises(RequestInterrupted):
         group.push({"large": bytes(8 * MIB)}, progress=stop_in_the_middle)
     assert len(parts) == 3
     assert pull_from_all(group, "large") == [1] * 4
@@ -128,8 +130,7 @@ def test_pushed_modules_can_be_imported_without_their_folder(group: ddip.Group, 
     (package / "deep.py").write_text("y = 'deep'\n")
     import mine  # type: ignore[import-not-found]
 
-    hint = "; %dipush --modules mine sends the notebook's own$"
-    with pytest.raises(TransferError, match=rf"^nothing was pushed: f cannot be unpickled there: .*{hint}"):
+    with pytest.raises(TransferError, match="f .*; %dipush --modules mine "):
         group.push({"f": mine.f})
     pushed = group.push_modules("mine, pack")
     assert (pushed.hosts, pushed.sent, pushed.notices) == (("h1", "h2"), ("h1", "h2"), [])
@@ -177,10 +178,8 @@ def test_a_host_without_the_notebooks_folder_is_reported(notebook_folder: Path) 
 
 
 def test_a_missing_folder_that_was_requested_is_an_error(hosts: Network) -> None:
-    with pytest.raises(GroupError) as error:
+    with pytest.raises(GroupError, match="^h1: /no/such .*--cd\nh2: /no/such .*--cd$"):
         ddip.Group(1, hosts="h1,h2", reach=Reach(directory="/no/such"))
-    what = "/no/such does not exist; create it there, or choose another folder with --cd"
-    assert str(error.value) == f"h1: {what}\nh2: {what}"
 
 
 def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path: Path) -> None:
@@ -191,7 +190,7 @@ def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path
         assert f"ddip: h1, h2: {tmp_path} does not exist, ranks start in {home}; --cd FOLDER names another\n" in started
         notebook.ok("%%writefile mine.py\nx = 1")
         failed = notebook.fails("%%dip\nimport mine").message
-        assert failed.endswith("; %dipush --modules mine sends the notebook's own")
+        assert "; %dipush --modules mine " in failed
         assert notebook.ok("%dipush --modules mine").text == "ddip: pushed mine: 6 B to h1, h2\n"
         assert notebook.ok("%dipush --modules mine").text == "ddip: h1, h2 had mine already, unchanged\n"
         notebook.ok("%%dip\nimport mine\nassert mine.x == 1")
@@ -202,7 +201,7 @@ def test_a_notebook_pushes_its_modules_and_reloads_them(hosts: Network, tmp_path
         assert notebook.ok("%dipush --modules mine").text == "ddip: pushed mine: 8 B to h1, h2\n"
         notebook.ok("%%dip\nassert mine.x == 333")
         error = notebook.fails("%makedip -r --hosts h1:1,h2:1 --cd /no/such").message
-        assert "h1: /no/such does not exist; create it there, or choose another folder with --cd" in error
+        assert re.search("h1: /no/such .*--cd", error)
     finally:
         notebook.shut_down()
 

@@ -47,9 +47,7 @@ def test_a_busy_rank_of_another_host_gives_a_snapshot(hosts: Network) -> None:
         wait_until(lambda: group.peek(["step"])["step"] > values[0]["step"])
         values, _ = group.peek_all(["large"], [0, 1], seconds=20)
         assert all((value["large"] == np.arange(SIZE) + rank).all() for rank, value in enumerate(values))
-        with pytest.raises(
-            TransferError, match=r"rank 1 has not answered within 0.3 s: it pickles bad, in .*line 5: with lock"
-        ):
+        with pytest.raises(TransferError, match="rank 1 .*0.3 s: .*bad, .*line 5: "):
             group.peek(["bad"], 1, seconds=0.3)
         group.interrupt()
         cell.join()

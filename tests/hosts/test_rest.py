@@ -59,7 +59,7 @@ def test_an_error_on_another_host_shows_its_line(host_notebook: Notebook) -> Non
     failed = host_notebook.fails(
         "%%dip\nx = 1\nif rank == 3:\n    1 / 0\nimport torch.distributed as dist; dist.barrier()"
     )
-    assert failed.message.startswith("rank 3: ZeroDivisionError: division by zero")
+    assert failed.message.startswith("rank 3: ZeroDivisionError: ")
     assert "----> 3     1 / 0" in failed.traceback
     assert host_notebook.ok("%%dip\nprint(x)").stdout == "1\n"
 

@@ -114,7 +114,7 @@ def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
     wait_until(lambda: list(slurm.jobs().values()) == ["RUNNING"])
     messages: list[str] = []
     stopper = press_stop_when_queued(messages)
-    with pytest.raises(RequestInterrupted, match="its job was cancelled, and there is no group"):
+    with pytest.raises(RequestInterrupted, match="job was cancelled"):
         ddip.Group(1, reach=TWO_NODES, progress=lambda text, share=None: messages.append(text))
     stopper.join()
     assert any(re.match(r"ddip: job \d+ is pending \(\w+\); stop cancels it", text) for text in messages)
@@ -124,9 +124,9 @@ def test_a_job_that_waits_is_shown_and_stop_cancels_it(slurm: Slurm) -> None:
 
 
 def test_a_job_that_slurm_rejects_is_reported(slurm: Slurm) -> None:
-    with pytest.raises(GroupError, match=r"--slurm 'nodes=1 patrition=x': sbatch rejected the job: .*patrition"):
+    with pytest.raises(GroupError, match="--slurm .*sbatch .*patrition"):
         ddip.Group(1, reach=Reach(slurm="nodes=1 patrition=x"))
-    with pytest.raises(GroupError, match="--here: this is not an allocation"):
+    with pytest.raises(GroupError, match="--here: .*--hosts h1,h2"):
         ddip.Group(1, reach=Reach(here=True))
     assert slurm.jobs() == {}
 
@@ -234,7 +234,7 @@ def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> Non
         jobs = slurm.jobs()
         assert "unchanged" in notebook.run(f"%makedip -n 1 {job}").text
         assert slurm.jobs() == jobs
-        assert "also type -r" in notebook.fails('%makedip --slurm "nodes=1"').message
+        assert "type -r" in notebook.fails('%makedip --slurm "nodes=1"').message
         assert "leave out array" in notebook.fails('%makedip -r --slurm "nodes=1 array=3"').message
         notebook.run("%%dip\nassert world_size == 2")
         assert re.search(r"Slurm job \d+ ends in 0:2\d:\d\d", notebook.run("%makedip -i").stdout)

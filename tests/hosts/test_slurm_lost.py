@@ -32,7 +32,7 @@ def test_a_cancelled_job_counts_as_a_lost_host(slurm: Slurm) -> None:
         taker = threading.Timer(1, lambda: run_command(f"scancel {job}"))
         taker.start()
         began = time.monotonic()
-        with pytest.raises(CellError, match=r"is lost with h\d: .*CANCELLED"):
+        with pytest.raises(CellError, match=r"RankEnded: .*h\d: .*CANCELLED"):
             group.run("while True: dist.all_reduce(x)")
         taker.join()
         assert time.monotonic() - began < 20
@@ -47,7 +47,7 @@ def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Ne
         group.run("import torch, torch.distributed as dist; x = torch.ones(1)")
         jobs = slurm.jobs()
         do_in_a_second(hosts[lost].lose_power)
-        with pytest.raises(CellError, match=f"is lost with {lost}"):
+        with pytest.raises(CellError, match=f"RankEnded: .*{lost}"):
             group.run("while True: dist.all_reduce(x)")
         wait_until(lambda: slurm.states()[lost] == "down", 60)
         assert slurm.jobs() == jobs
@@ -63,12 +63,12 @@ def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Netw
         other = int(run_command("sbatch --parsable --nodelist=h3 --exclusive --output=/dev/null --wrap='sleep 1000'"))
         wait_until(lambda: three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"})
         do_in_a_second(hosts["h2"].lose_power)
-        with pytest.raises(CellError, match="is lost with h2"):
+        with pytest.raises(CellError, match="RankEnded: .*h2"):
             group.run("while True: dist.all_reduce(x)")
-        with pytest.raises(BadInput, match="--hosts h1,h3: Slurm says which nodes the group is on"):
+        with pytest.raises(BadInput, match="--hosts h1,h3: .*--repair"):
             group.repair(hosts=parse_hosts("h1,h3"))
         stopper = press_stop_when_queued(messages)
-        with pytest.raises(RequestInterrupted, match="its job was cancelled, and nothing else has changed"):
+        with pytest.raises(RequestInterrupted, match="job was cancelled"):
             group.repair(progress=lambda text, share=None: messages.append(text))
         stopper.join()
         assert three_nodes.jobs() == {first: "RUNNING", other: "RUNNING"}
@@ -132,7 +132,7 @@ def test_a_lost_node_in_a_foreign_job_is_not_replaced(
     with ddip.Group(1, reach=Reach(here=True)) as group:
         hosts["h2"].lose_power()
         wait_until(lambda: slurm.states()["h2"] == "down", 60)
-        with pytest.raises(GroupError, match=rf"^h2 cannot be replaced: .*job {job},.*%makedip -r restarts"):
+        with pytest.raises(GroupError, match=f"^h2 .*job {job},.*%makedip -r"):
             group.repair()
         group.restart()
         assert sums_of_ranks(group) == [1.0]

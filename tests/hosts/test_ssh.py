@@ -98,7 +98,7 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
         assert sums_of_ranks(group) == [10.0] * 4
         group.run("mine = globals().get('mine')")
         assert pull_from_all(group, "mine") == ["h1", None, "h2", None]
-        with pytest.raises(BadInput, match=r"the group is on h1,h2; to restart on other hosts, .* also type -r"):
+        with pytest.raises(BadInput, match="on h1,h2; .*type -r"):
             group.change(Request(hosts=parse_hosts("h1,h3")))
         assert sums_of_ranks(group) == [10.0] * 4
         group.restart(Request(hosts=parse_hosts("h3:2")))
@@ -132,19 +132,11 @@ def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object])
 @pytest.mark.parametrize(
     ("names", "trap", "text"),
     [
-        ("nosuchhost", {}, r"nosuchhost: .*[Rr]esolve.*is that its name"),
-        ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*without a prompt"),
-        ("h2", {"path": BARE, "python": "python3"}, r"h2: .*No module named 'ddip'\); install ddip there, in the same"),
-        (
-            "h2",
-            {"python": "/no/such/python"},
-            r"h2: .*No such file or directory; is there a /no/such/python on that host\?",
-        ),
-        (
-            "h2",
-            {"setup": "module load cuda"},
-            r"h2: .*module: .*not found; the message may come from --setup 'module load cuda'",
-        ),
+        ("nosuchhost", {}, r"nosuchhost: .*[Rr]esolve.*~/.ssh/config"),
+        ("h2", {"sshd": ["DenyUsers *"]}, r"h2: .*Permission denied.*ssh-add"),
+        ("h2", {"path": BARE, "python": "python3"}, r"h2: .*'ddip'\); install ddip"),
+        ("h2", {"python": "/no/such/python"}, "h2: .*No such file or directory; .*/no/such/python"),
+        ("h2", {"setup": "module load cuda"}, "h2: .*module: .*not found; .*--setup 'module load cuda'"),
     ],
     ids=["no such host", "no permission", "no ddip", "no python", "set up"],
 )
@@ -172,5 +164,5 @@ def test_a_firewall_between_the_hosts_is_reported(hosts: Network) -> None:
     # Earlier steps take the same time without a firewall
     assert ended - seconds_by_step["ddip: forming a group of 2 ranks"] < 20
     assert ended - began < 45  # within the time limit of a start; about 10 s on an idle machine
-    expected = rf"h2, {h2.address}, cannot reach h1, {h1.address}, at port \d+, where the ranks meet \(no answer\)"
+    expected = rf"h2, {h2.address}, .*h1, {h1.address}, .*port \d+"
     assert re.search(expected, str(raised.value)) and "firewall" in str(raised.value)
