@@ -196,7 +196,7 @@ def test_a_program_trains_and_repairs_a_killed_rank_over_mcp(server: Server) -> 
         assert (running["state"], running["outcome"]) == ("running", None)
         now = await call("ddip_status")
         assert [found["cell"] for found in now["ranks"]] == [cell["number"]] * 3
-        with pytest.raises(ToolError, match=f"cell {cell['number']} runs on rank 0"):
+        with pytest.raises(ToolError, match=f"cell {cell['number']} .*rank 0"):
             await call("ddip_pull", names=["losses"])
         assert (await call("ddip_stop"))["outcome"] == "interrupted"
         assert len((await call("ddip_pull", names=["losses"]))["losses"]["json"]) >= 1
@@ -259,15 +259,15 @@ def test_a_busy_kernel_says_so_and_does_nothing_later(server: Server) -> None:
         assert (await call("ddip_status"))["group"] is None
         with (
             _busy_kernel(server, kernel),
-            pytest.raises(ToolError, match="busy with a cell of its own .* nothing was done"),
+            pytest.raises(ToolError, match="nothing was done"),
         ):
             await call("ddip_start", arguments="-n 1")
         assert (await call("ddip_status"))["group"] is None
         server.open("another.ipynb")
-        with pytest.raises(ToolError, match="several notebooks are open.*another.ipynb"):
+        with pytest.raises(ToolError, match="`notebook`: .*another.ipynb"):
             await call("ddip_status")
         assert (await call("ddip_status", notebook="train.ipynb"))["group"] is None
-        with pytest.raises(ToolError, match="no notebook is called that"):
+        with pytest.raises(ToolError, match="no.ipynb: "):
             await call("ddip_status", notebook="no.ipynb")
         with pytest.raises(ToolError, match="BadInput: %makedip -x"):
             await call("ddip_start", arguments="-x", notebook="train.ipynb")
