@@ -153,7 +153,7 @@ def test_a_timeout_also_ends_a_background_cell(new_group: NewGroup) -> None:
 def test_a_rank_that_does_not_stop_is_named(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddip.group.cells.cell_state.STOP_SECONDS", 0.05)
     cell = new_group(2).start("1: deaf")
-    with pytest.raises(GroupError, match="rank 1"):
+    with pytest.raises(GroupError, match="\nrank 1 "):
         cell.stop()
     assert cell.outcome == "stuck"
 

@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, 
     text = r"(?s)longer than 0\.01 s and was stopped; the ranks were here:.*rank 1 did not stop:.*%makedip --repair"
     with pytest.raises(CellTimeout, match=text):
         group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
-    with pytest.raises(GroupError, match="(?s)^rank 1 .*--repair"):
+    with pytest.raises(GroupError, match="(?s)^rank 1 .*cell:.*--repair"):
         group.run("pass")
     assert group.repair() == [1]
     group.run("pass")

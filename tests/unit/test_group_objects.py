@@ -176,7 +176,7 @@ def test_ranks_and_names_are_checked(new_group: NewGroup) -> None:
     group = new_group(2)
     with pytest.raises(BadInput, match="rank 9"):
         group.pull(["x"], 9)
-    with pytest.raises(BadInput, match="'a.b'"):
+    with pytest.raises(BadInput, match=r"'a\.b'"):
         transfer.check_names(["a.b"], "%dipush")
 
 
