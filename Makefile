@@ -4,7 +4,8 @@
 # make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
 #                     and all grids; ARGS=--half for half of the grids, as in CI
 # make test-long      run more tests of the same kinds, which CI leaves out
-# make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's
+# make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's, lowest for
+#                     the lowest versions that setup.cfg allows, between for versions between these and the newest
 # make test-hosts     test several hosts as namespaces of this machine: ssh, faults, firewalls, Slurm; as root on Linux
 # make test-python    run the default tests on Python 3.13 or 3.14 in a Debian chroot; VERSION=3.13; as root on Linux
 #                     TARGET=test-platform PLATFORM=colab: with Colab's packages.
@@ -150,7 +151,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 	$(BIN)/python -m pip install -qq "$(TORCH)" --editable ".[test,check,fastai]"
 	touch $@
 
-# An environment with the pins of Colab or Kaggle and this Python, of which pip may upgrade only ipyparallel.
+# An environment with the pins of a file in tests/platforms and this Python, of which pip may upgrade only ipyparallel 8.
 PLATFORM ?= colab
 PINNED := $(VENV)-$(PLATFORM)
 test-platform: $(PINNED)/.ready
@@ -162,7 +163,7 @@ $(PINNED)/.ready: tests/platforms/$(PLATFORM).txt setup.cfg setup.py pyproject.t
 	$(PINNED)/bin/python -m pip install --quiet --upgrade pip
 	$(PINNED)/bin/python -m pip install --quiet --requirement tests/platforms/$(PLATFORM).txt
 	$(PINNED)/bin/python tests/platforms/dry_run.py .
-	grep -v ipyparallel tests/platforms/$(PLATFORM).txt > $(PINNED)/pins.txt
+	grep -v 'ipyparallel==8' tests/platforms/$(PLATFORM).txt > $(PINNED)/pins.txt
 	$(PINNED)/bin/python -m pip install --quiet --constraint $(PINNED)/pins.txt --editable ".[test]"
 	touch $@
 

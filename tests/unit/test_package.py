@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import ddip
 
@@ -30,6 +31,14 @@ def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
     named = re.findall(r"Python :: 3\.(\d+)", config["metadata"]["classifiers"])
     first, after = re.findall(r"3\.(\d+)", config["options"]["python_requires"])
     assert list(map(int, named)) == list(range(int(first), int(after)))
+
+
+def test_the_lowest_versions_of_all_requirements_are_tested() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lowest = dict(re.findall(r"^(\w+) *>=([\d.]+)", config["options"]["install_requires"], re.MULTILINE))
+    tested = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "tests/platforms/lowest.txt").read_text(), re.MULTILINE))
+    assert {name: Version(tested[name]) for name in lowest} == {name: Version(low) for name, low in lowest.items()}
 
 
 def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
