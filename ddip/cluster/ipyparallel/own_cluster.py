@@ -108,6 +108,7 @@ class OwnCluster(OnHosts, Channels):
             cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
             controller_ip=str(self.run_folder / ownership.SOCKETS),
             controller_location="127.0.0.1",
+            load_profile=False,  # a mistake in ipython_config.py would end the start
             send_engines_connection_env=False,  # engines must not wait for the controller: they import torch meanwhile
             shutdown_atexit=False,
             delay=0,

@@ -28,6 +28,7 @@ def main() -> None:
         assert spec is not None and spec.loader is not None
         package = sys.modules["ddip"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
+        importlib.import_module("ddip.protocol.warning_errors").set_aside()
         module = importlib.import_module(sys.argv[1])
         sys.argv[:] = [str(module.__file__), *sys.argv[2:]]
         module.main()

@@ -19,6 +19,7 @@ from traitlets import Type
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
 
+from ddip.protocol import warning_errors
 from ddip.rank.kernel.kernel import RankKernel
 from ddip.rank.streams.streams import RankStream
 
@@ -113,6 +114,12 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
 
         os.register_at_fork(before=block_sigterm, after_in_parent=unblock, after_in_child=in_child)
         os.register_at_fork(after_in_child=unblock)
+
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """Send stdout and stderr to the notebook from now on, after the startup files, and apply the user's filters."""
+        super().redirect_output(iopub_socket)
+        warning_errors.give_back()
+        self.kernel.keep_streams(sys.stdout, sys.stderr)
 
     async def complete_registration(self, msg: Any, connect: Any, maybe_tunnel: Any) -> None:
         """Register, then notify the Hub as soon as every socket is connected, without waiting for a heartbeat.

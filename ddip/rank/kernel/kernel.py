@@ -84,7 +84,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias, cast
 
@@ -270,20 +270,22 @@ class RankKernel(CellKernel):
         tag_threads_with_cells()
         self._cell: str | None = None
         self._interrupt_target: str | None = None
+        self._interruptible = self._interrupted = False
+        self._patience = libraries.InterruptDelay()
+        self._streams: tuple[RankStream, ...] = ()
+        """stdout and stderr before any cell could replace them; empty while startup files run."""
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._retry_swallowed_interrupt
         live_objects.freeze_existing()  # objects of the imports so far are never garbage
 
     # An interrupt must end only the code of a cell. In ipykernel's own code, before or after the cell, it would lose
     # the reply, and the notebook would wait indefinitely.
 
-    @cached_property
-    def _streams(self) -> tuple[Any, Any]:
-        """stdout and stderr as they were at the first request, before any cell could replace them."""
-        return sys.stdout, sys.stderr
+    def keep_streams(self, stdout: RankStream, stderr: RankStream) -> None:
+        """Use these streams for the output of cells; called when they have become ``sys.stdout`` and ``sys.stderr``."""
+        self._streams = stdout, stderr
 
     def pre_handler_hook(self) -> None:
         """Hold back interrupts while a request is being prepared."""
-        assert isinstance(self._streams[0], RankStream)
         self._interruptible = False
         self._interrupted = False
         self._patience = libraries.InterruptDelay()
@@ -520,7 +522,8 @@ class RankKernel(CellKernel):
 
     def restore_streams(self) -> None:
         """Put back stdout and stderr if a cell has broken them, since ipykernel flushes them for the reply."""
-        restore_streams(*self._streams)
+        if self._streams:
+            restore_streams(*self._streams)
 
     def raw_input(self, prompt: str = "") -> str:
         """Raise StdinNotImplementedError for ``input()`` and for debuggers, which prompt through it."""
