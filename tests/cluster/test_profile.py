@@ -197,7 +197,7 @@ def test_too_many_events_keep_the_first_and_cells_continue(
 @pytest.mark.parametrize("folder", ["file", "file/below"])
 def test_an_unwritable_folder_ends_a_cell_before_it_begins(cells: ddip.Group, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ddip.BadInput, match="--profile"):
+    with pytest.raises(ddip.BadInput, match=f"--profile .*{folder}: "):
         cells.run("began = True", profile=str(tmp_path / folder))
     cells.run("assert 'began' not in globals()")
 

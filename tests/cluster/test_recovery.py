@@ -453,9 +453,8 @@ def test_a_stop_at_the_end_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddip.output.cells.router.CellOutput.finish", lambda *_: press_stop())
-    with pytest.raises(CellInterrupted) as caught:
+    with pytest.raises(CellInterrupted, match="already ended"):
         cells.run("pass")
-    assert caught.value.by_rank == {}
 
 
 # -- places of waiting ranks
@@ -779,7 +778,7 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
         wait_until(lambda: group.ranks.ended)
         with monkeypatch.context() as patch:
             patch.setattr(group.options, "timeout", 0.001)
-            with pytest.raises(GroupError, match="-t SECONDS"):
+            with pytest.raises(GroupError, match="engines .*-t SECONDS"):
                 group.repair()
         assert group.repair() == [0]
         group.run(PROOF + "\nassert rank == 0 or kept == 1")
