@@ -10,7 +10,6 @@ A case gets a group and a number of repetitions: a GPU machine has more time tha
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from ddip.cluster.cluster_api import Recipient
 from ddip.errors import CellError, CellTimeout, GroupError
 
 from .leftovers import wait_until
+from .rank_errors import raises_on_ranks
 
 SET_UP = """
 import torch, torch.distributed as dist
@@ -104,7 +104,7 @@ def train():
 """
     )
     for _ in range(times):
-        with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
+        with raises_on_ranks({0: "ValueError"}, {1: ""}):
             group.run("went_on = False\nloss = train(); v = loss.item(); went_on = True")
         group.run(PROOF)
         group.run("assert went_on is False")
@@ -115,7 +115,7 @@ def train():
 @gpu_case(2, failure_grace=0.1)
 def ranks_whose_work_was_cut_off_are_named(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
+    with raises_on_ranks({0: "ValueError"}, {1: ""}):
         group.run("if rank == 0: raise ValueError\ndist.all_reduce(x); x *= 2")
     group.run(PROOF)
 
@@ -140,7 +140,7 @@ def the_failed_ranks_own_queue_is_cut_off_too(group: ddip.Group, times: int) -> 
 @gpu_case(2, failure_grace=0.1)
 def a_rank_that_was_released_in_recv_does_not_go_on(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
-    with pytest.raises(CellError, match="^rank 0: ValueError; rank 1 was blocked in "):
+    with raises_on_ranks({0: "ValueError"}, {1: ""}):
         group.run(
             "went_on = False\nif rank == 0: raise ValueError\ndist.recv(x, 0); v = x.sum().item(); went_on = True"
         )
@@ -158,7 +158,7 @@ def a_device_side_assert_costs_one_rank_and_no_other(group: ddip.Group, times: i
         former, lost = rank_pids(group), group.world_size - 1
         with pytest.raises(CellError, match=f"rank {lost}: .*CUDA error"):
             group.run(f"{before}if rank == {lost}: torch.zeros(3, device=device)[torch.tensor([7], device=device)]")
-        with pytest.raises(GroupError, match=rf"^rank {lost} has lost its GPU \(.*device-side assert"):
+        with pytest.raises(GroupError, match=f"^rank {lost} .*device-side assert"):
             group.run("pass")
         assert group.pull(["kept"], rank=lost) == {"kept": lost}
         assert group.repair() == [lost]
@@ -288,9 +288,9 @@ def a_rank_answers_while_its_allocator_waits(group: ddip.Group, times: int) -> N
 def a_kernel_that_cannot_be_stopped_is_told_and_waited_for(group: ddip.Group, times: int) -> None:
     group.run(SET_UP)
     former = rank_pids(group)
-    with pytest.raises(CellTimeout, match=r"(?s)took longer than 1 s and was stopped.*did not stop.*work on the GPU"):
+    with pytest.raises(CellTimeout, match="(?s)\nrank.*work on the GPU"):
         group.run("dist.all_reduce(x)\n" + SLEEP.format(seconds=8), timeout=1)
-    with pytest.raises(GroupError, match="still running the interrupted cell"):
+    with pytest.raises(GroupError, match="^ranks? 0.*interrupted"):
         group.run("pass")
 
     def is_usable() -> bool:
@@ -370,7 +370,7 @@ def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, time
     assert values[0]["x"].device.type == values[0]["storage"].device.type == "cpu"
     assert sorted(moved) == (["storage", "x"] if runs_on_gpu(group) else [])
     if runs_on_gpu(group):
-        with pytest.raises(ddip.errors.TransferError, match=re.escape("a random generator of cuda:0 stays where")):
+        with pytest.raises(ddip.errors.TransferError, match="generator of cuda:0 "):
             group.pull(["generator"])
 
 

@@ -13,6 +13,7 @@ import ddip
 from .leftovers import wait_until
 from .meanwhile import suspended
 from .notebook import Messages, Notebook
+from .rank_errors import raises_on_ranks
 
 UNTIL = "import time\nfrom pathlib import Path\nwhile not Path({path!r}).exists(): time.sleep(0.01)"
 """A cell that waits for a file."""
@@ -271,14 +272,14 @@ def test_a_bar_that_is_a_widget_moves_in_the_background(notebook: Notebook) -> N
 def test_a_script_starts_waits_and_stops(cells: ddip.Group, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "go"
     cell = cells.start(f"print('begun', rank)\n{UNTIL.format(path=str(path))}\nmine = rank", show_ranks=[0, 1])
-    with pytest.raises(ddip.GroupError, match="runs on ranks 0, 1"):
+    with pytest.raises(ddip.GroupError, match="^cell .*ranks 0, 1"):
         cells.run("1")
     path.touch()
     assert cell.wait()
     assert "[rank 1] begun 1" in capsys.readouterr().out
     assert cells.pull(["mine"], 1) == {"mine": 1}
     cell = cells.start(REDUCE + "\nif rank == 0: raise KeyError('a')\ndist.all_reduce(x)")
-    with pytest.raises(ddip.CellError, match="rank 0: KeyError"):
+    with raises_on_ranks({0: "KeyError"}, {1: "all_reduce"}):
         cell.wait()
     cells.run(REDUCE)
 
@@ -289,7 +290,7 @@ def test_a_stopped_rank_ends_with_dipstop_as_stuck(cells: ddip.Group) -> None:
     pid = cells.members[1].pid
     wait_until(lambda: all(info.state == "busy" for info in cells.info()))
     with suspended([pid]):
-        with pytest.raises(ddip.GroupError, match="rank 1 did not stop"):
+        with pytest.raises(ddip.GroupError, match="\nrank 1 "):
             cell.stop()
         assert cell.outcome == "stuck"
     cells.run("1")

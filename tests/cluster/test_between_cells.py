@@ -15,6 +15,7 @@ import ddip
 from ddip.errors import GroupError
 
 from .leftovers import is_alive, wait_until
+from .rank_errors import raises_on_ranks
 from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
@@ -125,7 +126,7 @@ def test_the_next_cell_has_the_signal_handler_of_the_user(cells: ddip.Group) -> 
         _ = signal.signal(signal.SIGALRM, handler)
     """)
     cells.run("assert signal.getsignal(signal.SIGALRM) is handler")
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: mine$"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "ValueError")):
         cells.run("""
             import time
             _ = signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -139,7 +140,7 @@ def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
         group.run("import signal, sys\n_ = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
         os.kill(group.members[1].pid, signal.SIGTERM)
         wait_until(lambda: group.ranks.ended == [1])
-        with pytest.raises(GroupError, match=r"^rank 1: pid \d+ ended \(exit code 0\)"):
+        with pytest.raises(GroupError, match="^rank 1: .*exit code 0"):
             group.run("pass")
 
 
@@ -204,7 +205,7 @@ def test_harmful_changes_to_the_interpreter_cost_no_rank(warmed_up: None) -> Non
             except ddip.CellError as error:
                 assert what in ("trace", "profile"), (what, error)
             group.run("y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == 2 and kept == rank", timeout=60)
-            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: x; rank 1 was blocked"):
+            with raises_on_ranks({0: "ValueError"}, {1: ""}):
                 group.run("if rank == 0: raise ValueError('x')\ndist.barrier()", timeout=60)
             assert [member.pid for member in group.members] == pids, what
             group.run("sys.settrace(None); sys.setprofile(None)")

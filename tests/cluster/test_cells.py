@@ -19,6 +19,7 @@ from ddip.errors import BadInput, CellInterrupted
 
 from .leftovers import collection_counts, wait_until
 from .notebook import ANSI
+from .rank_errors import raises_on_ranks
 
 
 def test_output_of_rank_0_is_shown_unchanged(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,17 +49,15 @@ def test_only_the_given_ranks_run(cells: ddip.Group) -> None:
 
 
 def test_an_error_on_a_hidden_rank_fails_the_cell(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match="^rank 1: ZeroDivisionError: division by zero$") as caught:
+    with raises_on_ranks({1: "ZeroDivisionError"}) as caught:
         cells.run("x = 1\n1 / (1 - rank)", show_ranks=[0])
-    assert list(caught.value.by_rank) == [1]
-    assert caught.value.by_rank[1].name == "ZeroDivisionError"
     shown = ANSI.sub("", "\n".join(caught.value._render_traceback_()))
     assert "----> 2 1 / (1 - rank)" in shown
     assert "ddip" not in shown and "ipyparallel" not in shown
 
 
 def test_the_same_error_on_all_ranks_is_shown_once(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: NameError: name 'nothing' is not defined$"):
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: NameError[^;]*$"):
         cells.run("nothing")
 
 
@@ -80,7 +79,7 @@ def test_variables_survive_an_error(cells: ddip.Group) -> None:
 def test_exit_ends_the_cell_but_not_the_rank(cells: ddip.Group, leave: str, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("kept = 1")
     capsys.readouterr()
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: SystemExit"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "SystemExit")):
         cells.run(leave)
     assert "To exit" not in "".join(capsys.readouterr())  # IPython's warning
     cells.run("pass")
@@ -88,7 +87,7 @@ def test_exit_ends_the_cell_but_not_the_rank(cells: ddip.Group, leave: str, caps
 
 
 def test_input_is_refused(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match=r"^ranks 0, 1: StdinNotImplementedError: .*; ask with input\("):
+    with raises_on_ranks(dict.fromkeys((0, 1), "StdinNotImplementedError")):
         cells.run("input()")
 
 
@@ -139,7 +138,7 @@ def test_an_interrupt_in_a_flood_of_output_is_not_lost(
     thread = threading.Thread(target=press_stop)
     thread.start()
     cells.run("kept = 0")
-    with pytest.raises(CellInterrupted, match="the cell was interrupted on ranks 0, 1"):
+    with pytest.raises(CellInterrupted, match="ranks 0, 1"):
         cells.run(
             f"import pathlib\nkept, n = 1, 0\nwhile True:\n    n += 1\n"
             f"    if n < {lines} + 20_000: print('x' * 50)\n"
@@ -196,7 +195,7 @@ ABORT = "kernel.aborted.add(kernel.get_parent('shell')['header']['msg_id'])"
 @pytest.mark.parametrize("what", [INTERRUPT, ABORT], ids=["interrupted", "aborted"])
 def test_a_cell_stopped_just_before_it_begins_never_runs(cells: ddip.Group, what: str) -> None:
     cells.run(AT_THE_EDGE.format(method="run_cell", what=what))  # called when the next cell arrives
-    with pytest.raises(ddip.CellError, match="rank 0: KeyboardInterrupt$"):
+    with raises_on_ranks({0: "KeyboardInterrupt"}):
         cells.run("here = 1")
     cells.run("ran = 'here' in globals()")
     assert [found["ran"] for found in cells.pull_all(["ran"], [0, 1])[0]] == [False, True]
@@ -223,7 +222,7 @@ SWALLOWED = {
 @pytest.mark.parametrize("place", SWALLOWED)
 def test_an_interrupt_survives_code_that_swallows_exceptions(cells: ddip.Group, place: str) -> None:
     cells.run(f"import os, signal, time\n{SWALLOWED[place]}")
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run("final = None\ntime.sleep(60)", timeout=30)
     cells.run("pass")
 
@@ -242,7 +241,7 @@ os.register_at_fork(after_in_parent=press)
 
 def test_an_interrupt_swallowed_by_a_fork_callback_is_not_lost(cells: ddip.Group) -> None:
     cells.run(FORKS)
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run(
             "pressed = False\nwhile True:\n    pid = os.fork()\n    if not pid: os._exit(0)\n    os.waitpid(pid, 0)",
             timeout=30,
@@ -251,7 +250,7 @@ def test_an_interrupt_swallowed_by_a_fork_callback_is_not_lost(cells: ddip.Group
 
 def test_an_interrupt_ends_a_sleep_that_begins_with_it(cells: ddip.Group) -> None:
     """A signal that arrives just before a system call does not interrupt it, like one that another thread takes."""
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run(
             """
             import signal, threading, time
@@ -328,7 +327,7 @@ def test_ranks_that_run_on_after_an_error_are_named(
 
     thread = threading.Thread(target=continue_when_reported)
     thread.start()
-    with pytest.raises(ddip.CellError, match=f"^rank 0: {cause}$"):
+    with raises_on_ranks({0: kind}):
         cells.run(
             f"import pathlib, time\nif rank == 0: raise {kind}({text!r})\n"
             f"while not pathlib.Path({str(tmp_path / 'go-on')!r}).exists(): time.sleep(0.01)"
@@ -348,7 +347,7 @@ def test_ranks_that_do_not_stop_are_named_despite_much_output(cells: ddip.Group,
 
     thread = threading.Thread(target=press_stop)
     thread.start()
-    with pytest.raises(CellInterrupted, match="ranks 0, 1 did not stop:\n  ranks? 0.*: .*line .*"):
+    with pytest.raises(CellInterrupted, match=r"\nranks 0, 1 .*\n .*line \d"):
         cells.run(f"""
             import pathlib, signal, time
             folder = pathlib.Path({str(tmp_path)!r})
@@ -369,7 +368,7 @@ def test_ipyparallels_own_client_can_signal_a_rank(cells: ddip.Group) -> None:
 
     thread = threading.Thread(target=send_interrupt)
     thread.start()
-    with pytest.raises(ddip.CellError, match="^rank 1: KeyboardInterrupt"):
+    with raises_on_ranks({1: "KeyboardInterrupt"}):
         cells.run("import time\nwhile rank: time.sleep(0.01)")
     thread.join()
 
@@ -496,20 +495,17 @@ def test_a_rebuilt_group_restores_its_numbers_silently(cells: ddip.Group, capsys
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (
-            lambda group: group.push({"lr": 1, "rank": 0}),
-            r"push rank: rank is each rank's own variable, which ddip sets;",
-        ),
-        (lambda group: group.repair(["device"]), r"repair device: device is each rank's own variable"),
-        (lambda group: group.run("ran = True", ranks=[0, 9]), r"ranks=\[0, 9\]: there is no rank 9"),
-        (lambda group: group.run("ran = True", ranks=[]), r"ranks=\[\]: give at least one rank"),
-        (lambda group: group.run("ran = True", show_ranks=[0, 9]), r"show_ranks=\[0, 9\]: there is no rank 9"),
-        (lambda group: group.push({"ran": True}, ranks=[0, -1]), r"ranks=\[0, -1\]: there is no rank -1"),
-        (lambda group: group.push({"ran": True}, ranks=[0, 0]), r"ranks=\[0, 0\]: rank 0 is listed twice"),
-        (lambda group: group.pull(["rank"], rank=9), r"rank=\[9\]: there is no rank 9"),
-        (lambda group: group.pull_all(["rank"], [0, "1"]), r"ranks=\[0, '1'\]: '1' is not a rank"),
-        (lambda group: group.interrupt([9]), r"ranks=\[9\]: there is no rank 9"),
-        (lambda group: group.repair(["rank"], source=9), r"source=\[9\]: there is no rank 9"),
+        (lambda group: group.push({"lr": 1, "rank": 0}), "push rank: "),
+        (lambda group: group.repair(["device"]), "repair device: "),
+        (lambda group: group.run("ran = True", ranks=[0, 9]), r"ranks=\[0, 9\]: .*rank 9"),
+        (lambda group: group.run("ran = True", ranks=[]), r"ranks=\[\]: "),
+        (lambda group: group.run("ran = True", show_ranks=[0, 9]), r"show_ranks=\[0, 9\]: .*rank 9"),
+        (lambda group: group.push({"ran": True}, ranks=[0, -1]), r"ranks=\[0, -1\]: .*rank -1"),
+        (lambda group: group.push({"ran": True}, ranks=[0, 0]), r"ranks=\[0, 0\]: .*rank 0 .*twice"),
+        (lambda group: group.pull(["rank"], rank=9), r"rank=\[9\]: .*rank 9"),
+        (lambda group: group.pull_all(["rank"], [0, "1"]), r"ranks=\[0, '1'\]: .*'1'"),
+        (lambda group: group.interrupt([9]), r"ranks=\[9\]: .*rank 9"),
+        (lambda group: group.repair(["rank"], source=9), r"source=\[9\]: .*rank 9"),
     ],
 )
 def test_invalid_ranks_are_named_before_anything_is_sent(
@@ -547,30 +543,27 @@ def write_package(folder: Path, name: str, code: str) -> None:
 
 def test_an_interrupt_waits_for_the_import_of_a_library(cells: ddip.Group, libraries: Path) -> None:
     write_package(libraries, "slow_to_import", SLOW)
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run("import slow_to_import\nwhile True: pass", timeout=30)
     cells.run("import slow_to_import; assert slow_to_import.whole and slow_to_import.part.value")
 
 
 def test_an_interrupt_waits_for_an_import_in_an_async_cell(cells: ddip.Group, libraries: Path) -> None:
     write_package(libraries, "slow_to_import_too", SLOW)
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run("import asyncio; await asyncio.sleep(0)\nimport slow_to_import_too\nwhile True: pass", timeout=30)
     cells.run("import slow_to_import_too; assert slow_to_import_too.whole and slow_to_import_too.part.value")
 
 
 def test_an_import_that_hangs_is_interrupted_with_an_explanation(cells: ddip.Group, libraries: Path) -> None:
     write_package(libraries, "hangs", HUNG)
-    text = (
-        "^ranks 0, 1: KeyboardInterrupt: the import of hangs did not finish, and was interrupted half-way; .* %makedip"
-    )
-    with pytest.raises(ddip.CellError, match=text):
+    with pytest.raises(ddip.CellError, match="^ranks 0, 1: .* hangs .*%makedip"):
         cells.run("import hangs", timeout=30)
 
 
 def test_an_import_of_ones_own_module_is_interrupted_at_once(cells: ddip.Group, tmp_path: Path) -> None:
     write_package(tmp_path, "own", HUNG)
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
         cells.run(f"import sys; sys.path.append({str(tmp_path)!r})\nimport own", timeout=30)
 
 
@@ -596,7 +589,7 @@ optimizer.step()
 def test_an_optimizer_works_after_the_first_one_was_interrupted() -> None:
     """Interrupt the first optimizer while it imports torch._dynamo and sympy."""
     with ddip.Group(2, spawn=True) as group:  # spawned ranks have not preloaded these modules
-        with pytest.raises(ddip.CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+        with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
             group.run(f"{PRESS}{OPTIMIZE}\nwhile True: pass", timeout=60)
         group.run(f"{OPTIMIZE}\nassert parameter.item() < 1")
 

@@ -21,7 +21,7 @@ import pytest
 
 import ddip
 from ddip.cluster.ipyparallel.own_cluster import OwnCluster
-from ddip.errors import BadInput, GroupError
+from ddip.errors import BadInput, GroupError, RequestFailed
 from ddip.group.members.placement import Request
 
 from .apps import installed_app
@@ -36,6 +36,7 @@ from .leftovers import (
     wait_until,
 )
 from .meanwhile import meanwhile, press_stop
+from .rank_errors import raises_on_ranks
 
 
 @pytest.fixture
@@ -93,9 +94,9 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
     assert not own_group.change(Request())
 
     # a refused change leaves the group as it is
-    with pytest.raises(BadInput, match="no backend 'nope'"):
+    with pytest.raises(BadInput, match="-b nope"):
         own_group.change(Request(n=2, backend="nope"))
-    with pytest.raises(BadInput, match="no backend 'nope'"):
+    with pytest.raises(BadInput, match="-b nope"):
         own_group.restart(Request(n=2, backend="nope"))
     assert sums_of_ranks(own_group) == [1]
     assert own_group.pull(["mine"]) == {"mine": 100}
@@ -103,7 +104,7 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
     # engines that do not start leave the group as it is
     running = {p.pid for p in processes_of(os.getpid())}
     own_group.options.timeout = 0.2
-    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 1 engines started"):
+    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 1"):
         own_group.change(Request(n=2))
     own_group.options.timeout = 60
     assert sums_of_ranks(own_group) == [1]
@@ -118,9 +119,9 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
 
 
 def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match=r"rank 1: RankEnded: pid \d+ ended \(SIGKILL\)"):
+    with raises_on_ranks({1: "RankEnded"}):
         own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(GroupError, match=r"rank 1: pid \d+ ended \(SIGKILL\): .*; %makedip --repair replaces"):
+    with pytest.raises(GroupError, match="^rank 1: .*--repair"):
         own_group.run("pass")
     assert [info.state for info in own_group.info()] == ["idle", "ended"]
     own_group.restart()
@@ -130,7 +131,7 @@ def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
 @pytest.mark.grid
 def test_engines_that_miss_the_timeout_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = files_and_processes_of(os.getpid())
-    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 2 engines started"):
+    with slow_torch(tmp_path), pytest.raises(GroupError, match="0 of 2"):
         ddip.Group(2, timeout=3)
     gc.collect()
     assert caplog.text == ""  # asyncio logs exceptions that were never retrieved
@@ -141,16 +142,14 @@ def test_an_engine_that_cannot_start_explains_and_leaves_nothing(tmp_path: Path)
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")
     before = files_and_processes_of(os.getpid())
-    fails_to_start = pytest.raises(
-        GroupError, match=r"(?s)exit code 1\)\nend of an engine's log:\n.*this torch is broken"
-    )
+    fails_to_start = pytest.raises(GroupError, match="this torch is broken")
     with environment(tmp_path), fails_to_start:
         ddip.Group(2)
     assert files_and_processes_of(os.getpid()) == before
 
 
 def test_a_backend_that_this_torch_lacks_is_named() -> None:
-    with pytest.raises(BadInput, match=r"-b mpi: torch .* has no backend 'mpi'; it has .*gloo"):
+    with pytest.raises(BadInput, match="-b mpi: .*gloo"):
         ddip.Group(1, backend="mpi")
 
 
@@ -205,7 +204,7 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         group.run("import toy_app; state = toy_app.state")
         return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]
 
-    with pytest.raises(BadInput, match="-a toys: there is no app 'toys'; there is deepspeed, fastai, .*, toy$"):
+    with pytest.raises(BadInput, match="-a toys: .*, toy$"):
         ddip.Group(1, app="toys")
     with ddip.Group(1) as group:
         group.run("kept = 1")
@@ -311,9 +310,8 @@ def test_a_start_stopped_while_connecting_leaves_no_client() -> None:
 @pytest.mark.grid
 def test_a_controller_that_cannot_start_explains_and_leaves_nothing() -> None:
     before = files_and_processes_of(os.getpid())
-    text = r"(?s)the controller did not start: Controller stopped.*end of its log:\n  .*"
     keys = environment(IPP_ENABLE_CURVE="1", IPP_CURVE_SECRETKEY="not a key", IPP_CURVE_PUBLICKEY="not a key")
-    with keys, pytest.raises(GroupError, match=text):
+    with keys, pytest.raises(GroupError, match="Controller stopped"):
         ddip.Group(1)
     assert files_and_processes_of(os.getpid()) == before
 
@@ -322,7 +320,7 @@ def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytes
     before = files_and_processes_of(os.getpid())
     monkeypatch.setattr("ddip.group.members.host_facts.loopback_name", lambda: "nowhere0")
     began = time.monotonic()
-    with pytest.raises(GroupError, match=r"forming the group failed: .*nowhere0"):
+    with pytest.raises(GroupError, match="nowhere0"):
         ddip.Group(2, timeout=60)
     assert time.monotonic() - began < 50
     assert files_and_processes_of(os.getpid()) == before
@@ -331,9 +329,9 @@ def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytes
 @pytest.mark.grid
 def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group) -> None:
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
-    with pytest.raises(GroupError, match="forming the group failed: rank 1: TypeError"):
+    with pytest.raises(GroupError, match="rank 1: TypeError"):
         own_group.change(Request(n=3))
-    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair replaces"):
+    with pytest.raises(GroupError, match="rank 1: TypeError.*--repair"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert sums_of_ranks(own_group) == [6, 6, 6]
@@ -343,10 +341,10 @@ def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group
 def test_a_change_that_fails_during_leave_ends_new_engines(own_group: ddip.Group) -> None:
     running = {p.pid for p in processes_of(os.getpid())}
     own_group.run("from ddip.rank.process_group import membership\nif rank == 1: membership.leave_group = None")
-    with pytest.raises(GroupError, match="leaving the group failed: rank 1: TypeError"):
+    with pytest.raises(RequestFailed, match="rank 1: TypeError"):
         own_group.change(Request(n=3))
     assert {p.pid for p in processes_of(os.getpid())} == running
-    with pytest.raises(GroupError, match="could not be rebuilt: rank 1: TypeError: .*; %makedip --repair replaces"):
+    with pytest.raises(GroupError, match="rank 1: TypeError.*--repair"):
         own_group.run("pass")
     assert own_group.repair() == [1]
     assert sums_of_ranks(own_group) == [3, 3]
@@ -369,10 +367,10 @@ def test_the_end_of_the_controller_is_reported_in_every_cell(own_group: ddip.Gro
 
     thread = threading.Thread(target=kill_controller)
     thread.start()
-    with pytest.raises(GroupError, match="the controller process ended; %makedip -r restarts the group"):
+    with pytest.raises(GroupError, match="controller .*%makedip -r"):
         own_group.run("import time; time.sleep(1000)")
     thread.join()
-    with pytest.raises(GroupError, match="the controller process ended"):
+    with pytest.raises(GroupError, match="controller .*ended"):
         own_group.run("pass")
     own_group.restart()
     assert sums_of_ranks(own_group) == [3, 3]
@@ -397,6 +395,6 @@ def test_a_group_without_its_folder_works_but_cannot_grow(own_group: ddip.Group)
             dist.barrier()
         """)
     assert sums_of_ranks(own_group) == [3, 3]
-    with pytest.raises(GroupError, match="^no new process can reach the group: .* has been emptied; .* %makedip -r"):
+    with pytest.raises(GroupError, match=f"{own_group.cluster.run_folder}.*%makedip -r"):
         own_group.change(Request(n=3))
     assert sums_of_ranks(own_group) == [3, 3]

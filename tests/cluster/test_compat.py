@@ -13,6 +13,7 @@ import ddip
 from ddip.errors import GroupError
 from ddip.protocol import compat_ipyparallel, compat_ipython, compat_torch
 
+from .rank_errors import raises_on_ranks
 from .variants import few
 
 RENAME = '''
@@ -92,7 +93,7 @@ def test_missing_names_turn_off_only_their_feature(
 @pytest.mark.grid
 def test_a_start_reports_missing_names_that_groups_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename_in_sources(compat_torch.CORE, b"", tmp_path, monkeypatch)
-    with pytest.raises(GroupError, match=r"^torch \S+ has no torch\.distributed\.distributed_c10d\._world, .*install"):
+    with pytest.raises(GroupError, match="distributed_c10d._world,.*install"):
         ddip.Group(2, spawn=True)
 
 
@@ -117,7 +118,7 @@ def test_missing_ipython_names_turn_off_only_their_feature(
         group.run(TRAINS)
         group.run(CELLS)
         assert "seen by rank 0" in capsys.readouterr().out
-        with pytest.raises(ddip.CellError, match="^rank 1: ValueError: on purpose; rank 0 was blocked in barrier"):
+        with raises_on_ranks({1: "ValueError"}, {0: "barrier"}):
             group.run("kept = rank\nif rank == 1: raise ValueError('on purpose')\ndist.barrier()")
         group.run(f"{TRAINS}\nassert kept == rank")
 
@@ -135,9 +136,7 @@ def test_a_start_reports_missing_names_that_a_process_needs(
 ) -> None:
     rename_in_sources([name], b"", tmp_path, monkeypatch, FOR_CELLS)
     library = name.partition(".")[0]
-    with pytest.raises(
-        GroupError, match=rf"^{library} [\d.]+ has no {name}, which ddip needs; install {library} [\d. to]+$"
-    ):
+    with pytest.raises(GroupError, match=rf"{name}.*install {library} \d"):
         ddip.Group(2, spawn=True)
 
 
@@ -167,7 +166,6 @@ def test_missing_names_in_fastai_refuse_only_the_app(tmp_path: Path, monkeypatch
     pytest.importorskip("fastai")
     rename_in_sources(["fastai.text.core._tokenize_files"], b"", tmp_path, monkeypatch, ["fastai"])
     with ddip.Group(2, spawn=True, timeout=120) as group:
-        text = r"ImportError: fastai [\d.]+ has no fastai\.text\.core\._tokenize_files, which .* install fastai"
-        with pytest.raises(GroupError, match=rf"{text} [\d.]+; the group runs without the app$"):
+        with pytest.raises(GroupError, match="ImportError: .*_tokenize_files.*install fastai"):
             group.change(ddip.Request(app="fastai"))
         group.run(TRAINS)

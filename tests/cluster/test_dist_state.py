@@ -117,8 +117,8 @@ def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
 
 
 REFUSED = {
-    "fsdp": "this FSDPSequential was made in a .* ddip.dist_state",
-    "tensor_parallel": "Recreate the device mesh",
+    "fsdp": "FSDPSequential was made .*dist_state",
+    "tensor_parallel": "device mesh",
 }
 
 
@@ -137,7 +137,7 @@ def test_a_model_after_an_unequal_step_refuses_further_use(ranks: ddip.Group) ->
     train_four_steps(ranks, "fsdp")
     with pytest.raises(ddip.CellError, match="rank 1: ValueError"):
         ranks.run("def fails(): raise ValueError\nif rank == 1: opt.step = fails\nstep(4)")
-    with pytest.raises(ddip.CellError, match="ddip.dist_state restores parameters and optimizer"):
+    with pytest.raises(ddip.CellError, match="made .*dist_state"):
         ranks.run("step(4)")
     continue_training(ranks, "fsdp")
 
@@ -266,7 +266,7 @@ def test_shards_without_a_spare_copy_are_lost_with_their_process() -> None:
         kill_rank(group, 1)
         group.repair()
         group.run(f"if rank == 1:\n    exec({CODE!r})")
-        with pytest.raises(ddip.CellError, match="LookupError: .* the state of rank 1 of 2 was lost"):
+        with pytest.raises(ddip.CellError, match="LookupError: .*rank 1 of 2"):
             group.run("make(fsdp); state.restore()")
 
 
@@ -366,22 +366,22 @@ def test_the_extra_state_of_a_module_is_restored(ranks: ddip.Group) -> None:
 def test_a_failed_restore_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all ranks raise, but a loaded machine may delay one
     ranks.run("make(fsdp)")
-    with pytest.raises(ddip.CellError, match=r"LookupError: .*nothing is saved as 'state'; call save\(\) after a step"):
+    with pytest.raises(ddip.CellError, match=r"LookupError: .*save\(\)"):
         ranks.run("state.restore()")
     ranks.run("train(0, 2)")
-    with pytest.raises(ddip.CellError, match="ValueError: .*differs from the saved one: 0.bias, 0.w"):
+    with pytest.raises(ddip.CellError, match="ValueError: .*: 0.bias, 0.w"):
         ranks.run("ddip.dist_state(nn.Linear(2, 2), name='state').restore()")
-    with pytest.raises(ddip.CellError, match="ValueError: .*differs from the saved one: no optimizer, or"):
+    with pytest.raises(ddip.CellError, match="ValueError: .*no optimizer"):
         ranks.run("ddip.dist_state(model).restore()")
-    with pytest.raises(ddip.CellError, match="ValueError: .*saved with 1 object .*, and called with 0 objects"):
+    with pytest.raises(ddip.CellError, match="ValueError: .*1 object .*0 "):
         ranks.run("ddip.dist_state(model, opt).restore()")
-    with pytest.raises(ddip.CellError, match="TypeError: .*ZeroRedundancyOptimizer .*consolidate_state_dict"):
+    with pytest.raises(ddip.CellError, match="TypeError: .*consolidate_"):
         ranks.run("""
             from torch.distributed.optim import ZeroRedundancyOptimizer
             net = network()
             ddip.dist_state(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1))
         """)
-    with pytest.raises(ddip.CellError, match=r"TypeError: .*\(FSDP1\) is not supported"):
+    with pytest.raises(ddip.CellError, match="TypeError: .*FSDP1"):
         ranks.run("""
             from torch.distributed.fsdp import FullyShardedDataParallel
             ddip.dist_state(FullyShardedDataParallel(network(), device_id=torch.device("cpu")))
@@ -391,5 +391,5 @@ def test_a_failed_restore_says_why(ranks: ddip.Group, monkeypatch: pytest.Monkey
 def test_dist_state_in_the_notebook_says_to_use_ranks() -> None:
     import torch
 
-    with pytest.raises(RuntimeError, match=r"no process group here; it is for cells that run on the ranks \(%%dip\)"):
+    with pytest.raises(RuntimeError, match="%%dip"):
         ddip.dist_state(torch.nn.Linear(1, 1)).restore()

@@ -105,5 +105,5 @@ def test_a_group_starts_in_folders_with_odd_or_long_paths(monkeypatch: pytest.Mo
                 group.run("assert world_size == 1")
             assert not folder.exists()
     monkeypatch.setattr(ownership, "_candidate_folders", lambda: [too_long])
-    with pytest.raises(GroupError, match="AF_UNIX path too long.*set TMPDIR to a folder of yours"):
+    with pytest.raises(GroupError, match="AF_UNIX.*TMPDIR"):
         ddip.Group(1)

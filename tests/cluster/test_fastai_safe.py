@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 
 import ddip
-from ddip.errors import CellError, CellInterrupted, GroupError
+from ddip.errors import CellError, CellInterrupted, RequestFailed
 
 from .fastai_source import DATA
 from .meanwhile import meanwhile, press_stop
+from .rank_errors import raises_on_ranks
 from .test_fastai import on_all_ranks, same_on_all_ranks
 
 pytest.importorskip("fastai")
@@ -110,7 +111,7 @@ class Faulty(nn.Module):
 def test_an_error_in_lr_find_puts_the_model_back(group: ddip.Group) -> None:
     group.run(f"{FAULTY}\nlearn = Learner(loaders(), Faulty(), loss_func=CrossEntropyLossFlat())\nlearn.fit(1)")
     group.run("before = weights(learn)\nlearn.model.fails_at = learn.model.calls + 5")
-    with pytest.raises(CellError, match="ranks 0, 1: ValueError: no more"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "ValueError")):
         group.run("learn.lr_find(show_plot=False)")
     assert on_all_ranks(group, "all(torch.equal(*pair) for pair in zip(before, weights(learn)))") == [True, True]
 
@@ -161,31 +162,31 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
         ("loaders(n=100 + rank)", "items: 100 on rank 0, 101 on rank 1"),
         ("loaders(bs=8 + rank)", "batch size: 8 on rank 0, 9 on rank 1"),
     ):
-        with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: the ranks have different training data: {words}"):
+        with pytest.raises(CellError, match=f"ranks 0, 1: ValueError: .*{words}"):
             group.run(f"learner({loaders}).fit(1)")
-    with pytest.raises(CellError, match="their items differ"):
+    with pytest.raises(CellError, match="items differ"):
         group.run("""
             dls = loaders()
             dls.train.dataset.items[0] = rank
             learner(dls).fit(1)
         """)
-    with pytest.raises(CellError, match="ranks 0, 1: ValueError: the samplers of the ranks' Data"):
+    with pytest.raises(CellError, match="ranks 0, 1: .*samplers"):
         group.run("""
             shuffled = torch.utils.data.DataLoader(
                 loaders().train.dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(rank)
             )
             learner(DataLoaders(shuffled, loaders().valid)).fit(1)
         """)
-    with pytest.raises(CellError, match="epochs: 1 on rank 0, 2 on rank 1"):
+    with pytest.raises(CellError, match="epochs: 1 .* 2 on rank 1"):
         group.run("learner().fit(1 + rank)")
-    with pytest.raises(CellError, match="cannot be divided among the ranks: their DataLoader has no length"):
+    with pytest.raises(CellError, match="DataLoader has no length"):
         group.run("""
             class Endless(torch.utils.data.IterableDataset):
                 def __iter__(self):
                     while True: yield torch.zeros(6), torch.tensor(1)
             learner(DataLoaders(DataLoader(Endless(), bs=4), loaders().valid)).fit(1)
         """)
-    with pytest.raises(CellError, match="cannot be divided among the ranks"):
+    with pytest.raises(CellError, match="cannot be divided"):
         group.run("""
             Endless.__len__ = lambda self: 40
             learner(DataLoaders(torch.utils.data.DataLoader(Endless(), 4), loaders().valid)).fit(1)
@@ -234,9 +235,9 @@ def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
         told = rank0_first(lambda: 5)
     """)
     assert same_on_all_ranks(group, "[told, type(learn.model).__name__]") == [5, "Sequential"]
-    with pytest.raises(CellError, match="rank 0: OSError: no disk") as caught:
+    with raises_on_ranks({0: "OSError", 1: "RuntimeError"}) as caught:
         group.run("def fetch(): raise OSError('no disk')\nrank0_first(fetch)")
-    assert "rank 1: RuntimeError: rank 0 failed in fetch: OSError: no disk" in str(caught.value)
+    assert re.search("rank 0 .*fetch: OSError: no disk", caught.value.by_rank[1].message)
 
 
 def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
@@ -277,9 +278,7 @@ def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) ->
         notebook_launcher(train, (0.2,), mixed_precision="bf16")
     """)
     assert on_all_ranks(group, "told") == [[(0.1, rank, "no"), (0.2, rank, "bf16")] for rank in (0, 1)]
-    with pytest.raises(
-        ddip.CellError, match=r"notebook_launcher\(num_processes=8\): the group has 2 ranks; leave it out"
-    ):
+    with pytest.raises(CellError, match="num_processes=8.* 2 ranks"):
         group.run("notebook_launcher(train, (0.1,), 8)")
 
 
@@ -330,9 +329,8 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
     assert dict(Counting.request_counts) == {"/tiny.tgz": 1, "/model.pth": 1}
     with pytest.raises(CellError, match="rank 0: .*404") as caught:
         group.run(f"untar_data({address!r} + '/none.tgz')")
-    assert re.search(
-        r"rank 1: RuntimeError: the first rank of this host failed to get \S*none.tgz: .*404", str(caught.value)
-    )
+    assert caught.value.by_rank[1].name == "RuntimeError"
+    assert re.search("none.tgz: .*404", caught.value.by_rank[1].message)
     assert Counting.request_counts["/none.tgz"] == 1
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
 
@@ -450,7 +448,7 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
 
 def test_a_command_lists_the_changes_in_fastai(group: ddip.Group) -> None:
     assert "Mends, in fastai 2.8.12" in (group.command("mends") or "")
-    with pytest.raises(GroupError, match="the app fastai knows one command: %%dip -a mends; typed: men"):
+    with pytest.raises(RequestFailed, match="%%dip -a mends.* men$"):
         group.command("men")
 
 
@@ -523,7 +521,7 @@ def test_plain_fastai_hangs_in_lr_find(plain_fastai: ddip.Group, tmp_path: Path)
 
 @pytest.mark.grid
 def test_plain_fastai_strands_the_others_when_rank_0_fails(plain_fastai: ddip.Group) -> None:
-    with pytest.raises(CellError, match="rank 0: OSError: no disk; rank 1 was blocked"):
+    with raises_on_ranks({0: "OSError"}, {1: ""}):
         plain_fastai.run("""
             import accelerate; whole = Learner.distrib_ctx
             Learner.distrib_ctx = lambda self, **kwargs: whole(self, cpu=True)

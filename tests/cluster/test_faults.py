@@ -21,6 +21,7 @@ from ddip.protocol import on_rank
 from .conftest import begin_test
 from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
+from .rank_errors import raises_on_ranks
 from .variants import few
 
 STAGES = {
@@ -152,13 +153,9 @@ def waiting_pattern(stage: str) -> str:
 @on_stages("all_reduce", "DDP backward")
 @pytest.mark.native("sockets")
 def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
-    with pytest.raises(ddip.CellError) as caught:
+    with raises_on_ranks({0: "ValueError"}, dict.fromkeys((1, 2, 3), "")) as caught:
         four_ranks.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
-    assert re.fullmatch(
-        rf"rank 0: ValueError: boom; ranks 1-3 were blocked in {waiting_pattern(stage)}, until ddip aborted it",
-        str(caught.value),
-    )
-    assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
+    assert all(re.fullmatch(waiting_pattern(stage), caught.value.by_rank[rank].waited) for rank in (1, 2, 3))
     shown = "\n".join(caught.value._render_traceback_())
     assert "boom" in shown and "gloo" not in shown and "Connection" not in shown
     prove_ranks_work(four_ranks)
@@ -168,7 +165,7 @@ def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str)
 @pytest.mark.native("sockets")
 def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, stage: str) -> None:
     thread = do_when_ranks_wait(four_ranks, press_stop)
-    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 1-3$"):
+    with pytest.raises(CellInterrupted, match="ranks 1-3$"):
         four_ranks.run(f"if rank:\n    {STAGES[stage]}")
     thread.join()
     prove_ranks_work(four_ranks)
@@ -181,8 +178,7 @@ def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group
     with pytest.raises(CellTimeout) as caught:
         four_ranks.run(f"if rank:\n    {STAGES[stage]}", timeout=60)
     thread.join()
-    text = "the cell took longer than 60 s and was stopped; the ranks were here:\n  ranks 1-3: "
-    assert re.match(re.escape(text) + waiting_pattern(stage), str(caught.value))
+    assert re.search(f"\n  ranks 1-3: {waiting_pattern(stage)}", str(caught.value))
     prove_ranks_work(four_ranks)
 
 
@@ -190,17 +186,13 @@ def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group
 @pytest.mark.native("sockets")
 def test_one_rank_dies_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
     pid = four_ranks.members[0].pid
-    with pytest.raises(ddip.CellError) as caught:
+    with raises_on_ranks({0: "RankEnded"}, dict.fromkeys((1, 2, 3), "")) as caught:
         four_ranks.run(f"if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n{STAGES[stage]}")
-    assert re.match(rf"rank 0: RankEnded: pid {pid} ended \(SIGKILL\)", str(caught.value))
-    _, *clauses, how_to_go_on, _ = re.split(r"; (?=rank|%|the other)", str(caught.value))
-    assert all(
-        re.fullmatch(rf"ranks? .* blocked in {waiting_pattern(stage)}, until ddip aborted it", clause)
-        for clause in clauses
-    )
-    assert how_to_go_on.startswith("%makedip --repair")
-    assert sorted(caught.value.by_rank) == [0, 1, 2, 3]
-    with pytest.raises(GroupError, match=rf"rank 0: pid {pid} ended .* %makedip --repair replaces its process"):
+    by_rank = caught.value.by_rank
+    assert by_rank[0].pid == pid and "SIGKILL" in by_rank[0].message
+    assert all(re.fullmatch(waiting_pattern(stage), by_rank[rank].waited) for rank in (1, 2, 3))
+    assert "%makedip --repair" in str(caught.value)
+    with pytest.raises(GroupError, match=f"^rank 0: pid {pid} .*--repair"):
         four_ranks.run("pass")
     assert four_ranks.repair() == [0]
     prove_ranks_work(four_ranks, lost=(0,))
@@ -213,7 +205,7 @@ def test_groups_of_other_sizes(size: int) -> None:
     with ddip.Group(size, failure_grace=0.1) as group:
         for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
             group.run(SET_UP + ALSO.get(stage, ""))
-            with pytest.raises(ddip.CellError, match="^rank 0: ValueError: boom; ranks? 1(-7)? (was|were) blocked in"):
+            with raises_on_ranks({0: "ValueError"}, dict.fromkeys(range(1, size), "")):
                 group.run(f"if rank == 0: raise ValueError('boom')\n{STAGES[stage]}")
             prove_ranks_work(group)
         with pytest.raises(ddip.CellError, match="^rank 1: RankEnded"):
@@ -251,10 +243,10 @@ def test_the_cause_of_a_death_is_shown(four_ranks: ddip.Group, death: str, told:
 
 def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Group) -> None:
     four_ranks.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
-    with pytest.raises(ddip.CellError, match=r"^ranks 2, 3: RankEnded: pids \d+, \d+ ended \(exit code 3\)") as caught:
+    with raises_on_ranks({2: "RankEnded", 3: "RankEnded"}) as caught:
         four_ranks.run("if rank > 1: os._exit(3)")
     assert [caught.value.by_rank[rank].traceback for rank in (2, 3)] == ["", ""]
-    with pytest.raises(GroupError, match=r"^ranks 2, 3: pids \d+, \d+ ended \(exit code 3\)"):
+    with pytest.raises(GroupError, match="^ranks 2, 3: .*exit code 3"):
         four_ranks.run("pass")
     four_ranks.repair()
     with pytest.raises(ddip.CellError) as caught:  # printed text waits until the log has all earlier output
@@ -267,7 +259,7 @@ def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Gr
 def test_the_next_cell_reports_the_death_of_an_idle_rank(four_ranks: ddip.Group) -> None:
     os.kill(four_ranks.members[3].pid, signal.SIGKILL)
     wait_until(lambda: four_ranks.ranks.ended)
-    with pytest.raises(GroupError, match=r"^rank 3: pid \d+ ended \(SIGKILL\)"):
+    with pytest.raises(GroupError, match="^rank 3: .*SIGKILL"):
         four_ranks.run("pass")
     four_ranks.repair()
     prove_ranks_work(four_ranks, lost=(3,))
@@ -281,7 +273,7 @@ def test_a_rank_may_die_during_a_rebuild(four_ranks: ddip.Group) -> None:
     )
     with pytest.raises(ddip.CellError):
         four_ranks.run("if rank == 0: raise ValueError\ndist.barrier()")
-    with pytest.raises(GroupError, match=r"could not be rebuilt: .*rank 1: RankEnded: .*%makedip --repair replaces"):
+    with pytest.raises(GroupError, match="rank 1: RankEnded: .*--repair"):
         four_ranks.run("pass")
     assert four_ranks.repair() == [1]
     prove_ranks_work(four_ranks, lost=(1,))
@@ -309,7 +301,7 @@ def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four_ranks: ddip.Group, tm
     """)
     wait_until(lambda: (tmp_path / "daemon").exists() and (tmp_path / "daemon").read_text())
     try:
-        with pytest.raises(ddip.CellError, match="^rank 1: RankEnded: .*; ranks 0, 2, 3 were blocked in gather"):
+        with raises_on_ranks({1: "RankEnded"}, dict.fromkeys((0, 2, 3), "gather")):
             four_ranks.run("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.gather(x, None, 1)", timeout=20)
     finally:
         os.kill(int((tmp_path / "daemon").read_text()), signal.SIGKILL)
@@ -338,11 +330,8 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
             else: dist.barrier()
         """)
     thread.join()
-    assert "rank 1 did not stop:\n  rank 1: line 5 of the cell, and it does not answer: C code" in str(caught.value)
-    assert "%makedip --repair: it replaces the processes of that rank" in str(caught.value)
-    with pytest.raises(
-        GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: line 5 of the cell"
-    ):
+    assert re.search(r"\nrank 1 .*\n  rank 1: line 5 .*C code.*\n.*%makedip --repair", str(caught.value))
+    with pytest.raises(GroupError, match="^rank 1 .*\n  rank 1: line 5 "):
         four_ranks.run("pass")
     assert four_ranks.repair(["marker"], 0) == [1]
     prove_ranks_work(four_ranks, lost=(1,))
@@ -352,7 +341,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
 def test_an_error_raised_by_a_rank_itself_is_reported(four_ranks: ddip.Group, tmp_path: Path) -> None:
     first = tmp_path / "first"
     thread = meanwhile(lambda: first.exists() and four_ranks.info()[0].state == "idle", (tmp_path / "go").touch)
-    with pytest.raises(ddip.CellError) as caught:
+    with raises_on_ranks({0: "ValueError", 1: "KeyError"}, {2: "barrier", 3: "barrier"}) as caught:
         four_ranks.run(f"""
             import pathlib; first, go = pathlib.Path({str(first)!r}), pathlib.Path({str(tmp_path / "go")!r})
             if rank == 0: first.touch(); raise ValueError('first')
@@ -361,13 +350,8 @@ def test_an_error_raised_by_a_rank_itself_is_reported(four_ranks: ddip.Group, tm
             dist.barrier()
         """)
     thread.join()
-    assert re.fullmatch(
-        r"rank 0: ValueError: first; rank 1: KeyError: 'second'; "
-        r"ranks 2, 3 were blocked in barrier, cell \[\d+\] line 5, until ddip aborted it",
-        str(caught.value),
-    )
     by_rank = caught.value.by_rank
-    assert [bool(by_rank[rank].waited) for rank in range(4)] == [False, False, True, True]
+    assert all(re.fullmatch(r"barrier, cell \[\d+\] line 5", by_rank[rank].waited) for rank in (2, 3))
     assert all(isinstance(error, RankError) for error in by_rank.values())
     prove_ranks_work(four_ranks)
 
@@ -397,10 +381,7 @@ def test_disagreeing_members_of_a_new_group_cause_an_error(
 ) -> None:
     four_ranks.options.failure_grace = 0.5
     began = time.monotonic()
-    text = (
-        r"RuntimeError: the ranks disagree on the members of the new group: rank (\d) has \[.*\], rank (\d) has \[.*\]"
-    )
-    with pytest.raises(ddip.CellError, match=text):
+    with pytest.raises(ddip.CellError, match=r"RuntimeError: .*rank \d has \[.*\], rank \d has \["):
         four_ranks.run(f"made = dist.new_group({lists})", ranks)
     assert time.monotonic() - began < 20  # about 2 s on an idle machine
     prove_ranks_work(four_ranks)

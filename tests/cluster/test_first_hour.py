@@ -23,22 +23,21 @@ ACCEPTED = [
     "'gloo', timeout=datetime.timedelta(minutes=40)",
 ]
 REFUSED = {
-    "'nccl'": r"backend='nccl'\): ddip has formed a group of 2 ranks over gloo; type %makedip -g all, which needs GPUs",
+    "'nccl'": r"backend='nccl'\): .*type %makedip -g all",
     "'mpi'": r"backend='mpi'\): .*; type %makedip -b mpi$",
-    "'gloo', world_size=4": r"world_size=4\): ddip has formed a group of 2 ranks over gloo; type %makedip -n 4$",
-    "'gloo', rank=5, world_size=2": r"rank=5\): .*; type rank=rank, or leave it out$",
+    "'gloo', world_size=4": r"world_size=4\): .*type %makedip -n 4$",
+    "'gloo', rank=5, world_size=2": r"rank=5\): .*type rank=rank",
 }
-OF_THE_NOTEBOOK = "is a magic of the notebook, .* type it in the first line of a separate cell"
 ON_RANKS = {
-    "%makedip": f"^ranks 0, 1: UsageError: %makedip {OF_THE_NOTEBOOK}$",
-    "x = 1\n%dipull x": f"UsageError: %dipull {OF_THE_NOTEBOOK}",
-    "%load_ext ddip": r"BadInput: %load_ext ddip: this cell runs on the ranks",
-    "import ddip; ddip.Group(2)": r"BadInput: ddip.Group: this process is a rank of a group; start groups in the",
-    "%%dip -S all\nx = 1": r"UsageError: %%dip appears twice: leave out the second one",
-    "x = 1\n%dip -S all": r"UsageError: %dip is not a magic: the cell runs on the ranks anyway",
-    "breakpoint()": r"UsageError: there is no debugger on ranks yet; %dipstack shows where each rank is",
-    "import pdb; pdb.set_trace()": r"there is no debugger on ranks yet",
-    "input('name? ')": r"stdin is not available on ranks; ask with input\(\) in the notebook",
+    "%makedip": "^ranks 0, 1: UsageError: %makedip .*notebook.*type ",
+    "x = 1\n%dipull x": "UsageError: %dipull .*notebook.*type ",
+    "%load_ext ddip": "BadInput: %load_ext ddip: ",
+    "import ddip; ddip.Group(2)": "BadInput: ddip.Group: .*notebook",
+    "%%dip -S all\nx = 1": "UsageError: %%dip ",
+    "x = 1\n%dip -S all": "UsageError: %dip ",
+    "breakpoint()": "UsageError: .*%dipstack",
+    "import pdb; pdb.set_trace()": "%dipstack",
+    "input('name? ')": r"input\(\)",
 }
 
 

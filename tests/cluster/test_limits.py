@@ -13,6 +13,8 @@ import ddip
 from ddip.cluster.limits import A_PEERS_FILES, A_RANKS_FILES, CONTROLLER_FILES, RANK_FILES
 from ddip.errors import CellError, GroupError
 
+from .rank_errors import raises_on_ranks
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems count and limit otherwise")
 OPEN_ALL = """
 kept = []
@@ -78,7 +80,7 @@ def test_a_rank_without_free_descriptors_runs_cells_and_joins_groups(cells: ddip
             made = dist.new_group([0, 1])
             dist.barrier(made)
         """)
-        with pytest.raises(CellError, match="rank 1: OSError: .*Too many open files"):
+        with raises_on_ranks({1: "OSError"}):
             cells.run("open('/dev/null').close()")
         with pytest.raises(CellError, match="rank 0: ValueError"):  # now all rebuild the group
             cells.run("if rank == 0: raise ValueError\ndist.barrier()")
@@ -92,9 +94,9 @@ def test_a_rank_without_descriptors_for_a_group_says_so() -> None:
     with ddip.Group(2) as group:
         group.run("import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))")
         group.run(OPEN_ALL)
-        with pytest.raises(CellError, match=r"^rank 1: OSError: no file descriptors are left: 2\d\d of 256 are open"):
+        with pytest.raises(CellError, match=r"^rank 1: OSError: .*2\d\d of 256"):
             group.run("import torch.distributed as dist\ndist.new_group([0, 1])")
-        with pytest.raises(GroupError, match=r"rank 1: OSError: no file descriptors are left: 2\d\d of 256 are open"):
+        with pytest.raises(GroupError, match=r"rank 1: OSError: .*2\d\d of 256"):
             group.run("pass")
 
 

@@ -24,9 +24,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ddip.Group]:
 
 
 def test_a_rank_waiting_for_a_failed_one_is_replaced(ranks: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match=r"(?s)^rank 1: ValueError.*rank 0 did not stop:.*--repair"):
+    with pytest.raises(ddip.CellError, match="(?s)^rank 1: ValueError.*\nrank 0 .*--repair"):
         ranks.run("kept = rank\nif rank == 1: raise ValueError\ndist.barrier()", timeout=60)
-    with pytest.raises(GroupError, match="(?s)^rank 0 is still running .*--repair"):
+    with pytest.raises(GroupError, match="(?s)^rank 0 .*--repair"):
         ranks.run("pass")
     assert ranks.repair(["undisturbed"], 1) == [0]
     ranks.run(f"{TEN_STEPS}\nassert train() == undisturbed", timeout=60)
@@ -36,7 +36,7 @@ def test_a_rank_waiting_for_a_failed_one_is_replaced(ranks: ddip.Group) -> None:
 @pytest.mark.grid
 def test_a_rank_still_waiting_after_a_stop_is_named(ranks: ddip.Group) -> None:
     stopped = meanwhile(lambda: "barrier" in str(ranks.stacks()[0].place), press_stop)  # type: ignore[union-attr]
-    with pytest.raises(CellInterrupted, match=r"(?s)rank 0 did not stop:.*--repair"):
+    with pytest.raises(CellInterrupted, match="(?s)\nrank 0 .*--repair"):
         ranks.run("import time\nif rank == 0: dist.barrier()\ntime.sleep(1e6)")
     stopped.join()
     assert ranks.repair() == [0]

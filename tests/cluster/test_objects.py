@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ddip
-from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
+from ddip.errors import BadInput, CellError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.cells import comms
 from ddip.group.cells.cells import LATE_CELLS
 from ddip.group.cells.comms import KEPT, _Widget
@@ -92,21 +92,11 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
         new = fully_shard(torch.nn.Linear(2, 2))
         inside = {"net": ddp}
     """)
-    with pytest.raises(TransferError) as error:
+    kind = "DistributedDataParallel" if name in ("ddp", "inside") else "FSDP"
+    with pytest.raises(TransferError, match=f"{name} .*{kind}") as error:
         cells.pull([name])
-    text = str(error.value)
-    match name:
-        case "ddp":
-            assert text == (
-                "nothing was pulled: ddp is a DistributedDataParallel, which lives on ranks only: "
-                "type `plain = ddp.module` in a %%dip cell, then %dipull plain"
-            )
-        case "inside":
-            assert text.startswith("nothing was pulled: inside holds a DistributedDataParallel, which lives on ranks")
-        case _:
-            assert text.startswith(f"nothing was pulled: {name} is an FSDP model, which lives on ranks only: ")
     if name != "inside":
-        code = text.split("`")[1]  # the line that the message suggests to type
+        code = str(error.value).split("`")[1]  # the line that the message suggests to type
         cells.run(code)
         assert cells.pull([code.split()[0]])
     cells.run("del ddp, old, new, inside")
@@ -184,16 +174,16 @@ def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
         usual = r"full_state_dict=True.*full_tensor\(\).*dist_state"
         todo = {"mesh": "init_device_mesh", "zero": r"consolidate_state_dict\(0\)"}.get(what, usual)
         for pull in (cells.pull, cells.peek):
-            with pytest.raises(TransferError, match=f"nothing was pulled: x cannot be pickled on rank 0: .*{todo}"):
+            with pytest.raises(TransferError, match=f"x .*rank 0: .*{todo}"):
                 pull(["x"])
                 pytest.fail(what)
-    with pytest.raises(TransferError, match="returned on rank 0 cannot be pickled: .* it holds a DTensor"):
+    with pytest.raises(TransferError, match="rank 0 .*DTensor"):
         ddip.in_torchddp(2, a_sharded_tensor)
     cells.run("local = list(model.parameters())[0].to_local()")  # an explicit local part
     assert cells.pull(["local"])["local"].shape == (2, 4)
     with pytest.raises(CellError):
         cells.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(TransferError, match="nothing was repaired: x cannot be pickled on rank 0: .*full_state_dict"):
+    with pytest.raises(TransferError, match="x .*rank 0: .*full_state"):
         cells.repair(["x"], 0)
     assert cells.repair() == [1]
 
@@ -205,7 +195,7 @@ def test_a_part_of_a_sharded_tensor_is_not_pushed(cells: ddip.Group) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         part = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(TransferError, match="nothing was pushed: part cannot be pickled: .*holds a DTensor"):
+        with pytest.raises(TransferError, match="part .*DTensor"):
             cells.push({"part": part})
     finally:
         torch.distributed.destroy_process_group()
@@ -335,7 +325,7 @@ def test_a_rank_that_dies_while_it_packs_leaves_nothing(cells: ddip.Group) -> No
                 os.kill(os.getpid(), signal.SIGKILL)
         large, dies = numpy.zeros({LARGE}), Dies()
     """)
-    with pytest.raises(GroupError, match="pulling failed: .*rank 1.*SIGKILL"):
+    with pytest.raises(RequestFailed, match="rank 1: RankEnded"):
         cells.pull_all(["large", "dies"], [1])
     assert shared_memory_of_notebook() == []
     cells.repair(["kept"], 0)
@@ -375,9 +365,9 @@ class Unpickled:
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ("raise", TransferError, r"nothing was pushed: odd cannot be unpickled there: ValueError: no way \(rank 1\)"),
-        pytest.param("die", GroupError, "pushing failed: .*rank 1.*SIGKILL", marks=pytest.mark.grid),
-        ("sleep", RequestInterrupted, "nothing was pushed: pushing was interrupted"),
+        ("raise", TransferError, "odd .*ValueError: .*rank 1"),
+        pytest.param("die", RequestFailed, "rank 1: RankEnded", marks=pytest.mark.grid),
+        ("sleep", RequestInterrupted, "pushing"),
     ],
 )
 def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
@@ -400,7 +390,7 @@ def test_a_large_push_that_fails_changes_nothing_and_leaves_nothing(
 def test_a_small_push_failing_on_one_rank_restores_others(cells: ddip.Group, how: str) -> None:
     cells.push({"small": 1})
     cells.run("kept = small = [rank]")
-    with pytest.raises((TransferError, GroupError), match="nothing was pushed|pushing failed"):
+    with pytest.raises((TransferError, RequestFailed), match="rank 1"):
         cells.push({"small": 2, "new": 3, "odd": Unpickled(how)})
     cells.repair()
     cells.run(
@@ -413,9 +403,9 @@ def test_a_small_push_failing_on_one_rank_restores_others(cells: ddip.Group, how
 def test_a_failed_transfer_keeps_objects_pushed_before(cells: ddip.Group) -> None:
     cells.push({"number": 1})
     cells.push({"number": 2})
-    with pytest.raises(TransferError, match="no variable nowhere"):
+    with pytest.raises(TransferError, match="nowhere"):
         cells.pull(["nowhere"])
-    with pytest.raises(TransferError, match="odd cannot be unpickled"):
+    with pytest.raises(TransferError, match="odd .*rank 1"):
         cells.push({"odd": Unpickled("raise")})
     cells.ranks.ask([0, 1], on_rank.drop_transfers(1 << 40))  # drops a push that never reached these ranks
     assert [values["number"] for values in cells.pull_all(["number"], [0, 1])[0]] == [2, 2]
@@ -480,7 +470,7 @@ def test_a_push_to_one_rank_leaves_the_others_unchanged(cells: ddip.Group) -> No
 
 
 def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
-    with pytest.raises(TransferError, match="nothing was pushed: lock cannot be pickled.*lock"):
+    with pytest.raises(TransferError, match="lock"):
         cells.push({"fine": 1, "lock": threading.Lock()})
     cells.run("found = 'fine' in globals()")
     assert cells.pull(["found"]) == {"found": False}
@@ -493,7 +483,7 @@ def test_an_object_that_a_rank_cannot_unpickle_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     import only_here_module  # type: ignore[import-not-found]
 
-    with pytest.raises(TransferError, match=r"here cannot be unpickled there: .*only_here_module.*\(ranks 0, 1\)"):
+    with pytest.raises(TransferError, match="here .*only_here_module.*ranks 0, 1"):
         cells.push({"fine": 1, "here": only_here_module.Here()})
     cells.run("found = 'fine' in globals()")
     assert cells.pull(["found"]) == {"found": False}
@@ -506,7 +496,7 @@ def test_a_class_importable_only_on_ranks_gives_one_clear_error(cells: ddip.Grou
         from only_there_module import There
         there = There()
     """)
-    with pytest.raises(TransferError, match="there cannot be unpickled in the notebook: .*only_there_module"):
+    with pytest.raises(TransferError, match="there .*only_there_module"):
         cells.pull(["there"])
 
 
@@ -515,15 +505,15 @@ def test_an_object_whose_unpickling_raises_is_one_clear_error(cells: ddip.Group,
     cells.run(
         f"def bad(): raise {error}('no way')\nclass Bad:\n    def __reduce__(self): return (bad, ())\nobject_ = Bad()"
     )
-    with pytest.raises(TransferError, match=f"object_ cannot be unpickled in the notebook: {error}: no way"):
+    with pytest.raises(TransferError, match=f"object_ .*{error}: no way"):
         cells.pull(["object_"])
 
 
 def test_a_missing_or_unpicklable_name_of_a_rank_is_named(cells: ddip.Group) -> None:
     cells.run("import threading; lock = threading.Lock(); fine = 1")
-    with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0"):
+    with pytest.raises(TransferError, match="lock .*rank 0"):
         cells.pull(["fine", "lock"])
-    with pytest.raises(TransferError, match="nothing was pulled: rank 1 has no variable nowhere"):
+    with pytest.raises(TransferError, match="rank 1 .*nowhere"):
         cells.pull(["fine", "nowhere"], rank=1)
 
 
@@ -614,7 +604,7 @@ def test_a_widget_during_a_push_blocks_nothing_without_a_kernel(tmp_path: Path) 
 def test_only_valid_names_are_accepted() -> None:
     from ddip.group.objects.transfer import check_names
 
-    with pytest.raises(BadInput, match=r"%dipush model.weight: 'model.weight' is not a name"):
+    with pytest.raises(BadInput, match="%dipush model.weight: "):
         check_names(["model.weight"], "%dipush")
 
 

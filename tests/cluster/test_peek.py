@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ddip
-from ddip.errors import BadInput, CellError, GroupError, RequestInterrupted, TransferError
+from ddip.errors import BadInput, CellError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.objects import delivery, transfer
 
 from .leftovers import controllers_of, wait_until
@@ -176,19 +176,15 @@ while not end():
 def test_a_missing_name_says_when_it_will_be_available(cells: ddip.Group, tmp_path: Path) -> None:
     with running_cell(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
         assert cells.peek(["outer"]) == {"outer": 2}
-        with pytest.raises(TransferError) as error:
+        with pytest.raises(TransferError, match="rank 0 .*inner yet"):
             cells.peek(["outer", "inner"])
-    assert str(error.value) == (
-        "nothing was pulled: rank 0 has no variable inner yet; it is available once the cell has assigned it, unless "
-        "it is local to a function"
-    )
-    with pytest.raises(TransferError, match="rank 1 has no variable inner; type names that a %%dip cell has defined"):
+    with pytest.raises(TransferError, match="rank 1 .*inner; .*%%dip"):
         cells.peek(["inner"], 1)
 
 
 def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -> None:
     cells.run(f"import threading, numpy; lock = threading.Lock(); fine = 1; large = numpy.zeros({LARGE})")
-    with pytest.raises(TransferError, match="nothing was pulled: lock cannot be pickled on rank 0: TypeError: .*lock"):
+    with pytest.raises(TransferError, match="lock .*rank 0: TypeError"):
         cells.peek(["large", "lock", "fine"])
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
@@ -227,11 +223,7 @@ def test_an_object_that_changes_size_while_pickled_is_retried(cells: ddip.Group,
     if times == 3:
         assert len(cells.peek(["outer"])["outer"]["inner"]) == 5
     else:
-        with pytest.raises(
-            TransferError,
-            match=r"outer cannot be pickled on rank 0: ObjectChanged: dictionary changed size during iteration "
-            r"\(20 times\): the cell changes it all the time; keep a copy",
-        ):
+        with pytest.raises(TransferError, match="outer .*rank 0: ObjectChanged: .*20 times"):
             cells.peek(["outer"])
 
 
@@ -253,9 +245,7 @@ def test_a_tensor_freed_while_pickled_causes_no_crash(cells: ddip.Group, times: 
     if times == 1:
         assert cells.peek(["pair"])["pair"][0].sum() == 1 << 23
     else:
-        with pytest.raises(
-            TransferError, match=r"pair cannot be pickled on rank 0: ObjectChanged: .*tensor in it .*20 times"
-        ):
+        with pytest.raises(TransferError, match="pair .*rank 0: ObjectChanged: .*tensor .*20 times"):
             cells.peek(["pair"])
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
@@ -282,11 +272,7 @@ wait()
             cells.peek(["fine", "bad"], seconds=0.5)
         assert time.monotonic() - began < 2.5
         where = re.escape(HANGS[how])
-        assert re.fullmatch(
-            r"nothing was pulled: rank 0 has not answered within 0\.5 s: it pickles fine, bad, in .*line \d+.*: "
-            rf"{where}; -t SECONDS waits longer",
-            str(error.value),
-        )
+        assert re.search(rf"rank 0 .* 0\.5 s: .* fine, bad, .*line \d+.*: {where}; -t SECONDS", str(error.value))
         assert cells.peek(["fine"]) == {"fine": 7}
         if how == "lock":
             assert THREAD in threads_of(cells)
@@ -307,9 +293,9 @@ def test_the_number_of_hanging_snapshots_is_limited(cells: ddip.Group) -> None:
         bad = Bad(); lock.acquire()
     """)
     for _ in range(8):
-        with pytest.raises(TransferError, match="has not answered within 0.1 s"):
+        with pytest.raises(TransferError, match="rank 0 .* 0.1 s"):
             cells.peek(["bad"], seconds=0.1)
-    with pytest.raises(TransferError, match=r"rank 0: RuntimeError: 8 former ones have not ended: cell .*line 5$"):
+    with pytest.raises(TransferError, match="rank 0: RuntimeError: 8 .*line 5$"):
         cells.peek(["fine"])
     cells.run("lock.release()")
     wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
@@ -319,12 +305,8 @@ def test_the_number_of_hanging_snapshots_is_limited(cells: ddip.Group) -> None:
 def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
-    with suspended([pid]), pytest.raises(TransferError) as error:
+    with suspended([pid]), pytest.raises(TransferError, match=rf"rank 1 .* 0\.5 s: .*kill -CONT {pid} .*-t SECONDS"):
         cells.peek_all(["kept"], [0, 1], seconds=0.5)
-    assert str(error.value) == (
-        f"nothing was pulled: rank 1 has not answered within 0.5 s: stopped (SIGSTOP); kill -CONT {pid} continues it; "
-        "-t SECONDS waits longer"
-    )
     assert cells.peek(["kept"], 1) == {"kept": 1}
     assert pending_snapshots(cells) == [(0, 0), (0, 0)]
 
@@ -333,8 +315,7 @@ def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
 def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pids = [controllers_of(os.getpid())[0].pid]
-    text = r"^nothing was pulled: the controller is stopped \(SIGSTOP\)"
-    with suspended(pids), pytest.raises(TransferError, match=text):
+    with suspended(pids), pytest.raises(TransferError, match="controller .*SIGSTOP"):
         cells.peek(["kept"], seconds=0.3)
     assert cells.peek(["kept"], 1) == {"kept": 1}
     wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
@@ -343,7 +324,7 @@ def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
 def test_a_rank_whose_main_thread_holds_the_interpreter_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     code = "import ctypes\nkept = rank\nbegun()\nif rank: ctypes.PyDLL(None).usleep(2_500_000)\nwait()"
     with running_cell(cells, tmp_path, code):
-        with pytest.raises(TransferError, match=r"rank 1 has not answered within 0.2 s: .*line \d+.*C code may hold"):
+        with pytest.raises(TransferError, match=r"rank 1 .* 0.2 s: .*line \d+.*C code"):
             cells.peek(["kept"], 1, seconds=0.2)
         assert cells.peek(["kept"], 1) == {"kept": 1}
 
@@ -360,7 +341,7 @@ def test_a_rank_that_has_ended_is_named(cells: ddip.Group, when: str) -> None:
         with pytest.raises(CellError):
             cells.run("if rank: os.kill(os.getpid(), signal.SIGKILL)")
     began = time.monotonic()
-    with pytest.raises(GroupError, match="pulling failed: rank 1: RankEnded: pid .*SIGKILL.*%makedip --repair"):
+    with pytest.raises(RequestFailed, match="rank 1: RankEnded: .*--repair"):
         cells.peek_all(["rank", "dies" if when == "meanwhile" else "signal"], [1], seconds=30)
     assert time.monotonic() - began < 20
     assert cells.repair() == [1]
@@ -401,7 +382,7 @@ wait()
 """
     with running_cell(cells, tmp_path, code):
         thread = meanwhile(lambda: THREAD in threads_of(cells), press_stop)
-        with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was interrupted$"):
+        with pytest.raises(RequestInterrupted):
             cells.peek(["bad"], seconds=60)
         thread.join()
         assert cells.peek(["fine"]) == {"fine": 1}
@@ -425,7 +406,7 @@ def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Grou
 
 
 def test_bad_input_is_refused(cells: ddip.Group) -> None:
-    with pytest.raises(BadInput, match="there is no rank 7"):
+    with pytest.raises(BadInput, match="rank 7"):
         cells.peek(["x"], 7)
     with pytest.raises(BadInput, match=r"ranks=\[\]"):
         cells.peek_all(["x"], [])

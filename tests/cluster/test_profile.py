@@ -16,6 +16,7 @@ from ddip.protocol.location import StackLocation
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
+from .rank_errors import raises_on_ranks
 
 SETUP = """
 import os, time, torch, torch.distributed as dist
@@ -100,7 +101,7 @@ def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytes
 @pytest.mark.native("sockets")
 def test_a_failed_or_stopped_cell_is_also_profiled(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import time, torch, torch.distributed as dist")
-    with pytest.raises(ddip.CellError, match="division by zero"):
+    with raises_on_ranks({0: "ZeroDivisionError"}, {1: "barrier"}):
         cells.run("1 / rank\ndist.barrier()", profile=str(tmp_path / "failed"))
     assert last_profile(cells).slowest_rank == 0
     stopped = meanwhile(lambda: all(on and on.place.line == 2 for on in cells.stacks().values()), press_stop)
@@ -196,7 +197,7 @@ def test_too_many_events_keep_the_first_and_cells_continue(
 @pytest.mark.parametrize("folder", ["file", "file/below"])
 def test_an_unwritable_folder_ends_a_cell_before_it_begins(cells: ddip.Group, tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ddip.BadInput, match="type the name of a folder that can be written"):
+    with pytest.raises(ddip.BadInput, match=f"--profile .*{folder}: "):
         cells.run("began = True", profile=str(tmp_path / folder))
     cells.run("assert 'began' not in globals()")
 

@@ -17,7 +17,7 @@ import pytest
 
 import ddip
 from ddip.cluster import ipp_private
-from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RequestInterrupted, TransferError
+from ddip.errors import CellInterrupted, CellTimeout, GroupError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank, switches
@@ -26,6 +26,7 @@ from .apps import installed_app
 from .leftovers import controllers_of, is_alive, wait_until
 from .meanwhile import StderrText, meanwhile, press_stop
 from .notebook import ANSI
+from .rank_errors import raises_on_ranks
 from .self_harm import DIES_CONNECTING, KINDS, SET_UP, prove_repair
 from .variants import few
 
@@ -76,7 +77,7 @@ def test_an_error_with_ranks_out_of_step_rebuilds_the_group(cells: ddip.Group) -
         x = torch.ones(1)
         former = dist.group.WORLD
     """)
-    with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
+    with raises_on_ranks({0: "ValueError"}):
         cells.run("if rank == 0: raise ValueError\nwork = dist.all_reduce(x, async_op=True)")
     cells.run("assert dist.group.WORLD is not former\n" + PROOF)
 
@@ -99,7 +100,7 @@ def test_a_failed_cell_on_some_ranks_rebuilds_the_group(cells: ddip.Group) -> No
 @pytest.mark.native("sockets")
 def test_an_error_of_a_collective_without_abort_is_unchanged(cells: ddip.Group, own: str) -> None:
     cells.run("import datetime, time, torch.distributed as dist\nkept = rank")
-    with pytest.raises(ddip.CellError, match="(?s)^rank 0: RuntimeError: .*rank 1 was blocked in barrier") as caught:
+    with raises_on_ranks({0: "RuntimeError"}, {1: "barrier"}) as caught:
         cells.run(f"if rank == 0: {own}\ntime.sleep(1)\ndist.barrier()")
     assert "RuntimeError" in "\n".join(caught.value._render_traceback_())
     cells.run(f"{PROOF}\nassert kept == rank")
@@ -123,7 +124,7 @@ def test_a_cell_ends_even_if_a_rank_cannot_report(cells: ddip.Group, monkeypatch
     """The rank has written output, and the message that marks its end never comes."""
     monkeypatch.setattr(cells.options, "timeout", 8.0)  # how long the repair waits for an answer
     cells.run("kept = rank; import time; get_ipython().kernel.log.setLevel('DEBUG')")
-    with pytest.raises(CellError, match="^rank 1: TypeError: 'NoneType' object is not callable"):
+    with raises_on_ranks({1: "TypeError"}):
         cells.run("print('last words')\nif rank == 1: time.time = None")
     assert cells.repair() == [1]
     cells.run("assert rank == 1 or kept == rank")
@@ -144,7 +145,7 @@ def test_a_subgroup_can_be_recreated(cells: ddip.Group) -> None:
         x = torch.ones(1)
         pair = dist.new_group([0, 1])
     """)
-    with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce"):
+    with raises_on_ranks({0: "ValueError"}, {1: "all_reduce"}):
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x, group=pair)")
     cells.run("pair = dist.new_group([0, 1])\ndist.all_reduce(x, group=pair)")
 
@@ -166,7 +167,7 @@ def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: py
             return form(rank_spec)
         if rank == 1: process_group._form_group = fails_at_first
     """)
-    with pytest.raises(ddip.CellError, match="rank 0 was blocked in barrier"):
+    with raises_on_ranks({1: "ValueError"}, {0: "barrier"}):
         cells.run("if rank == 1: raise ValueError\ndist.barrier()")
     with pytest.raises(ddip.GroupError, match="planted"):
         cells.run("pass")
@@ -195,7 +196,7 @@ def test_the_name_of_a_lost_subgroup_is_not_reused(cells: ddip.Group) -> None:
         old = dist.new_group([0, 1])
         name = old.group_name
     """)
-    with pytest.raises(ddip.CellError, match="rank 1 was blocked in barrier"):
+    with raises_on_ranks({0: "ValueError"}, {1: "barrier"}):
         cells.run("if rank == 0: raise ValueError\ndist.barrier()")
     cells.run("new = [dist.new_group([r]) for r in range(world_size)][rank]\nassert new.group_name != name")
     sum_up = "import torch.distributed._functional_collectives as f\ny = f.all_reduce(torch.ones(1), 'sum', old) + 0"
@@ -212,7 +213,7 @@ def test_a_cell_on_some_ranks_waiting_for_others_ends(cells: ddip.Group) -> None
 
 @pytest.mark.native("sockets")
 def test_a_cell_may_catch_the_error_that_unblocked_it(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match="^rank 0: ValueError$"):
+    with raises_on_ranks({0: "ValueError"}):
         cells.run("""
             import torch.distributed as dist
             if rank == 0: raise ValueError
@@ -326,7 +327,7 @@ def test_the_stop_button_ends_every_cell(
         def begun(): (pathlib.Path({str(tmp_path)!r}) / str(rank)).touch()
     """)
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press)
-    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
+    with pytest.raises(CellInterrupted, match="ranks 0, 1$"):
         cells.run(BUSINESS[business])
     thread.join()
     cells.run(f"{PROOF}\nassert kept == rank")
@@ -354,7 +355,7 @@ def test_an_interrupt_during_another_leaves_no_lock_closed(cells: ddip.Group) ->
                 if entered: os.kill(os.getpid(), signal.SIGINT)
     """)
     for _ in range(8):
-        with pytest.raises(CellError, match="^ranks 0, 1: KeyboardInterrupt$"):
+        with raises_on_ranks(dict.fromkeys((0, 1), "KeyboardInterrupt")):
             cells.run("""
                 entered = 0
                 threading.Thread(target=press, args=(kernel._cell,)).start()
@@ -373,7 +374,7 @@ def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Grou
         class Waits:
             def __del__(self): lock.acquire()
     """)
-    with pytest.raises(CellError, match="^rank 1: ValueError$"):
+    with raises_on_ranks({1: "ValueError"}):
         cells.run("if rank == 1:\n    def fail(held): raise ValueError\n    fail(Waits())")
     waits = "^releasing objects of its last cell, .* in __del__$"
     stopped = meanwhile(lambda: re.match(waits, str(cells.stacks()[1].place)), press_stop)  # type: ignore[union-attr]
@@ -423,10 +424,11 @@ def test_a_rank_that_ignores_stop_is_free_afterwards(cells: ddip.Group, tmp_path
                 dist.barrier()
         """)
     thread.join()
-    expected = r"the cell was interrupted on rank 0\nrank 1 did not stop:\n  rank 1: (\w+, )?cell \["
-    assert re.match(expected, str(caught.value))  # the rank may be caught in the call that checks for the file
+    assert list(caught.value.by_rank) == [0]
+    # The rank may be caught in the call that checks for the file
+    assert re.search(r"\nrank 1 .*\n  rank 1: (\w+, )?cell \[", str(caught.value))
     assert "while not (folder / 'go-on').exists()" in str(caught.value)
-    with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell"):
+    with pytest.raises(GroupError, match="^rank 1 .*interrupted"):
         cells.run("pass")
     (tmp_path / "go-on").touch()
     wait_until(lambda: cells.info()[1].state == "idle")
@@ -435,7 +437,7 @@ def test_a_rank_that_ignores_stop_is_free_afterwards(cells: ddip.Group, tmp_path
 
 def test_a_cell_that_awaits_is_stopped_while_it_computes(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
-    with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0, 1$"):
+    with pytest.raises(CellInterrupted, match="ranks 0, 1$"):
         cells.run(f"""
             import asyncio, pathlib, time
             kept = rank
@@ -451,7 +453,7 @@ def test_a_stop_at_the_end_is_not_lost(
     cells: ddip.Group, no_interrupts_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddip.output.cells.router.CellOutput.finish", lambda *_: press_stop())
-    with pytest.raises(CellInterrupted, match="the cell had already ended when it was interrupted"):
+    with pytest.raises(CellInterrupted, match="already ended"):
         cells.run("pass")
 
 
@@ -571,7 +573,7 @@ def test_an_exception_without_text_does_not_break_the_next(cells: ddip.Group, me
 
 
 def test_an_error_without_streams_is_shown(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError") as caught:
+    with raises_on_ranks(dict.fromkeys((0, 1), "ZeroDivisionError")) as caught:
         cells.run("""
             import sys
             sys.stdout = sys.stderr = None
@@ -655,7 +657,7 @@ def test_a_repair_prepares_the_app_and_copies_names(tmp_path: Path) -> None:
         """)
         os.kill(group.members[0].pid, signal.SIGKILL)
         wait_until(lambda: group.ranks.ended)
-        with pytest.raises(TransferError, match="nothing was repaired: .*lock cannot be pickled on rank 1"):
+        with pytest.raises(TransferError, match="lock .*rank 1"):
             group.repair(["net", "lock"], source=1)
         assert group.ranks.ended == [0]
         assert group.repair(["net", "tensor"], source=1) == [0]
@@ -673,7 +675,7 @@ def test_a_repair_with_unpicklable_names_still_replaces_the_rank(cells: ddip.Gro
     """)
     os.kill(cells.members[0].pid, signal.SIGKILL)
     wait_until(lambda: cells.ranks.ended)
-    with pytest.raises(TransferError, match="^rank 0 replaced, but nothing was pushed: odd cannot be unpickled there"):
+    with pytest.raises(TransferError, match="^rank 0 .*odd"):
         cells.repair(["odd"], source=1)
     assert cells.repair() == []
     cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
@@ -685,14 +687,12 @@ def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> No
     engine, pid = cells.members[1].engine, cells.members[1].pid
     ipp_private.unregister_engine(cells.cluster.client, engine)
     wait_until(lambda: engine not in cells.cluster.client.ids)
-    reason = f"pid {pid} lost its heartbeat, and the controller has unregistered it"
-    with pytest.raises(GroupError, match=f"^rank 1: {reason}; %makedip --repair replaces its process"):
+    with pytest.raises(GroupError, match=f"^rank 1: pid {pid} .*heartbeat.*--repair"):
         cells.run("pass")
-    with pytest.raises(
-        GroupError, match=f"^pushing failed: rank 1: RankEnded: {reason}"
-    ):  # as if the rank had been lost at this point
+    with pytest.raises(RequestFailed) as failed:  # as if the rank had been lost at this point
         cells.ranks.ask([0, 1], on_rank.drop_transfers())
-    with pytest.raises(ddip.CellError, match=f"^rank 1: RankEnded: {reason}"), ExitStack() as stack:  # or at this point
+    assert [error.name for error in failed.value.by_rank.values()] == ["RankEnded"]
+    with raises_on_ranks({1: "RankEnded"}), ExitStack() as stack:  # or at this point
         cells.lifecycle.parts.cells.run(cells._admit("pass", [0, 1], CellOutput([0]), None, stack), False, {})
     cells.interrupt()
     assert cells.repair() == [1]
@@ -717,7 +717,7 @@ def test_a_rank_dying_while_gloo_connects_delays_others_briefly(cells: ddip.Grou
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")
     pids = [member.pid for member in cells.members]
-    with pytest.raises(ddip.CellError, match=r"^rank 1: RankEnded: .*; rank 0 was blocked in new_group"):
+    with raises_on_ranks({1: "RankEnded"}, {0: "new_group"}):
         cells.run("dist.new_group()", timeout=20)
     assert cells.repair() == [1]
     assert cells.members[0].pid == pids[0]
@@ -753,13 +753,9 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
             kept = rank
             if rank: sys.modules['toy_app'] = None
         """)
-        with pytest.raises(
-            GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"
-        ):
+        with pytest.raises(GroupError, match="rank 1: ModuleNotFoundError: .*--repair"):
             group.change(Request(app="toy"))
-        with pytest.raises(
-            GroupError, match="preparing the app failed: rank 1: ModuleNotFoundError: .*--repair replaces"
-        ):
+        with pytest.raises(GroupError, match="rank 1: ModuleNotFoundError: .*--repair"):
             group.run("pass")
         assert group.repair() == [1]
         group.run(f"{PROOF}\nassert prepared and (rank or kept == 0)")
@@ -769,7 +765,7 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
 def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> None:
     with installed_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
         group.run("kept = rank")
-        with pytest.raises(GroupError, match="failed: ranks 0, 1: OSError: no way; the group runs without the app$"):
+        with pytest.raises(GroupError, match="ranks 0, 1: OSError"):
             group.change(Request(app="toy"))
         group.run(f"{PROOF}\nassert kept == rank")
 
@@ -782,7 +778,7 @@ def test_a_repair_that_does_not_start_changes_nothing(monkeypatch: pytest.Monkey
         wait_until(lambda: group.ranks.ended)
         with monkeypatch.context() as patch:
             patch.setattr(group.options, "timeout", 0.001)
-            with pytest.raises(GroupError, match="engines started; -t SECONDS waits longer"):
+            with pytest.raises(GroupError, match="engines .*-t SECONDS"):
                 group.repair()
         assert group.repair() == [0]
         group.run(PROOF + "\nassert rank == 0 or kept == 1")

@@ -97,13 +97,9 @@ def test_shards_are_shown_after_a_fault(four_ranks: ddip.Group) -> None:
 @pytest.mark.parametrize(
     ("code", "name", "words"),
     [
-        (
-            "if rank != 1: here = network()",
-            "here",
-            "rank 1 has no variable here; create the model in a %%dip cell first",
-        ),
-        ("here = network()", "here.7", "ranks 0-3 have no part here.7"),
-        ("here = network() if rank else [1]", "here", "it is of type list on rank 0, not a module"),
+        ("if rank != 1: here = network()", "here", "rank 1 .*%%dip"),
+        ("here = network()", "here.7", "ranks 0-3 "),
+        ("here = network() if rank else [1]", "here", ".*list on rank 0"),
     ],
 )
 def test_an_object_that_is_not_a_model_is_refused(four_ranks: ddip.Group, code: str, name: str, words: str) -> None:

@@ -60,9 +60,7 @@ def has_begun(folder: Path, *ranks: int) -> Callable[[], bool]:
 def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("kept = rank")
     thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
-    with pytest.raises(
-        RequestInterrupted, match="^nothing was pushed: pushing was interrupted on ranks 0, 1$"
-    ) as caught:
+    with pytest.raises(RequestInterrupted, match="ranks 0, 1$") as caught:
         cells.push({"fine": 1, "slow": slow_object(tmp_path)})
     thread.join()
     assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {caught.value}"]
@@ -74,17 +72,15 @@ def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tm
 def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import torch.distributed as dist\nkept, former = rank, dist.group.WORLD")
     thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
-    with pytest.raises(RequestInterrupted) as caught:
+    with pytest.raises(RequestInterrupted, match=r"(?s)ranks 0, 1\nrank 1 .*--repair"):
         cells.push({"slow": slow_object(tmp_path, deaf=("1",))})
     thread.join()
-    text = "nothing was pushed: pushing was interrupted on ranks 0, 1\nrank 1 did not stop:\n  rank 1: "
-    assert str(caught.value).startswith(text) and "%makedip --repair" in str(caught.value)
     infos = cells.info()
     assert [(info.state, info.doing) for info in infos] == [("idle", ""), ("busy", "pushing")]
     assert infos[1].state_text.startswith("busy, pushing for ")
     assert cells.stacks()[1].place.state == "busy"  # type: ignore[union-attr]
     wait_until(lambda: "wait" in str(cells.stacks()[1].place))  # type: ignore[union-attr]  # or the rank checks for the file
-    with pytest.raises(GroupError, match="^rank 1 is still pushing, which was interrupted:\n  rank 1: "):
+    with pytest.raises(GroupError, match="^rank 1 .*pushing"):
         cells.run("pass")
     (tmp_path / "go").touch()
     wait_until(lambda: cells.info()[1].state == "idle")
@@ -95,7 +91,7 @@ def test_a_rank_that_does_not_stop_unpickling_is_named(cells: ddip.Group, tmp_pa
 def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(f"{SLOW_THERE}\nkept, slow = rank, Slow({str(tmp_path)!r}, {('0',)!r})")
     thread = meanwhile(has_begun(tmp_path, 0, 1), press_stop)
-    with pytest.raises(RequestInterrupted, match="^nothing was pulled: pulling was .*\nrank 0 did not stop:\n"):
+    with pytest.raises(RequestInterrupted, match="\nrank 0 "):
         cells.pull_all(["slow"], [0, 1])
     thread.join()
     assert cells.repair() == [0]
@@ -132,7 +128,7 @@ def test_a_stop_ends_questions_to_the_ranks(cells: ddip.Group, ask: str, monkeyp
     monkeypatch.setattr(f"ddip.group.{seconds}", 1000)
     with suspended([cells.members[1].pid]):  # the rank will not answer
         thread = meanwhile(lambda: signal.getsignal(signal.SIGINT) is not signal.default_int_handler, press_stop)
-        with pytest.raises(RequestInterrupted, match="^asking the ranks was interrupted$"):
+        with pytest.raises(RequestInterrupted):
             getattr(cells, ask)()
     thread.join()
     cells.run(PROOF)
@@ -160,13 +156,13 @@ def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytes
     with installed_app(tmp_path / "app", APP), ddip.Group(2) as group:
         group.run("kept = rank")
         thread = meanwhile(has_begun(tmp_path / "prepare", 0, 1), press_stop)
-        with pytest.raises(RequestInterrupted, match="preparing the app was interrupted on ranks 0, 1"):
+        with pytest.raises(RequestInterrupted, match="preparing .*ranks 0, 1"):
             group.change(Request(app="toy"))
         thread.join()
         (tmp_path / "prepare" / "go").touch()
         group.run(f"{PROOF}\nimport toy_app\nassert toy_app.state == 'prepared' and kept == rank")
         thread = meanwhile(has_begun(tmp_path / "command", 0, 1), press_stop)
-        with pytest.raises(RequestInterrupted, match="^the app's command was interrupted on ranks 0, 1$"):
+        with pytest.raises(RequestInterrupted, match="command .*ranks 0, 1$"):
             group.command("go")
         thread.join()
         group.run(f"{PROOF}\nassert kept == rank")
@@ -216,7 +212,7 @@ def test_the_next_cell_waits_for_a_slow_cleanup(cells: ddip.Group, tmp_path: Pat
     first = psutil.Process(cells.members[0].pid)
     rest = (tmp_path / "left").exists, lambda: first.status() == psutil.STATUS_SLEEPING
     thread = meanwhile(lambda: all(is_so() for is_so in rest), press_stop)
-    with pytest.raises(RequestInterrupted, match="rank 1 did not stop:"):
+    with pytest.raises(RequestInterrupted, match="\nrank 1 "):
         cells.run("pass")
     thread.join()
     cells.run(f"gc.enable(); process_group.leave_group = leave\n{PROOF}")

@@ -72,10 +72,10 @@ def test_a_repair_continues_a_suspended_rank_of_an_abandoned_cell(cells: ddip.Gr
     pid = cells.members[1].pid
     with suspended([pid]):
         thread = meanwhile(lambda: cells.info()[0].state_text.startswith("busy for"), press_stop)
-        with pytest.raises(CellInterrupted, match=rf"rank 1 did not stop:\n  rank 1: stopped \(SIGSTOP\); .* {pid} "):
+        with pytest.raises(CellInterrupted, match=f"rank 1: .*kill -CONT {pid} "):
             cells.run("import torch.distributed as dist\ndist.barrier()")
         thread.join()
-        with pytest.raises(GroupError, match="^rank 1 is still running the interrupted cell:\n  rank 1: stopped"):
+        with pytest.raises(GroupError, match="(?s)^rank 1 .*SIGSTOP"):
             cells.run("pass")
         assert cells.repair() == []
     assert cells.members[1].pid == pid
@@ -95,7 +95,7 @@ def test_a_suspended_preload_process_is_named_or_replaced(cells: ddip.Group, mon
                 preload_client.PreloadProcess, "fits", lambda self: True
             )  # as if it had been suspended just now
             group.options.timeout = 1
-            with pytest.raises(GroupError, match=r"0 of 1 engines started; the preload process is stopped \(SIGSTOP"):
+            with pytest.raises(GroupError, match="preload process .*SIGSTOP"):
                 group.change(Request(n=2))
         group.options.timeout = 60
         group.run("assert world_size == 1")

@@ -138,7 +138,7 @@ def test_the_stop_button_ends_rpc_waits_for_another_rank(wait: str, tmp_path: Pa
 def stop_in(ranks: ddip.Group, code: str, folder: Path) -> None:
     """Press stop while both ranks wait in `code`, and prove that training continues."""
     stopped = meanwhile(RanksStandStill(ranks), press_stop)
-    with pytest.raises(CellInterrupted, match=r"^the cell was interrupted on ranks? [01, ]+$"):
+    with pytest.raises(CellInterrupted, match="ranks? [01, ]+$"):
         ranks.run(code.replace("{folder}", str(folder)).replace("{port}", str(free_port())))
     stopped.join()
     ranks.run("assert train() == undisturbed", timeout=30)
@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_stop_suggests_the_repair() -> None:
     with ddip.Group(2) as ranks:
         ranks.run(TRAIN)
         stopped = meanwhile(lambda: ranks.ranks.find_unstoppable([0, 1]) == [0], press_stop)
-        with pytest.raises(CellInterrupted, match=r"(?s)rank 0 did not stop:\n  rank 0: _tensorpipe.*--repair"):
+        with pytest.raises(CellInterrupted, match="(?s)rank 0: _tensorpipe.*--repair"):
             ranks.run(code)
         stopped.join()
         ranks.repair()

@@ -10,6 +10,7 @@ import ddip
 from ddip.errors import CellError, CellTimeout
 
 from .meanwhile import StderrText
+from .rank_errors import raises_on_ranks
 
 TOLD_GPU = """
 import threading, torch, torch.distributed as dist
@@ -55,16 +56,15 @@ def test_an_aborted_rank_does_not_continue_past_its_gpu_wait(
     told_gpus: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told_gpus.run("big, went_on = torch.randn(3500, 3500), False")
-    blocked = r"rank 1 was blocked in work on the GPU, cell \[\d+\] line 3, until ddip aborted it$"
-    with pytest.raises(CellError, match=f"^rank 0: ValueError; {blocked}"):
+    with raises_on_ranks({0: "ValueError"}, {1: "work on the GPU"}) as caught:
         told_gpus.run("if rank == 0: raise ValueError\ntold.works = True\nproduct = torch.mm(big, big); went_on = True")
+    assert "line 3" in caught.value.by_rank[1].waited
     assert "ddip: rank 1: GPU work was cut off" in StderrText(capsys).text()
     told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
 
 
 def test_a_cell_lasts_until_its_gpu_has_finished(told_gpus: ddip.Group) -> None:
-    begun = r"(?s)took longer than 1 s .*\n  ranks 0, 1: work on the GPU, cell \[\d+\] line 2: dist.all_reduce\(y\)$"
-    with pytest.raises(CellTimeout, match=begun):
+    with pytest.raises(CellTimeout, match=r"ranks 0, 1: work on the GPU,.* line 2: .*$"):
         told_gpus.run("told.holds, y = True, torch.ones(1)\ndist.all_reduce(y)\nended = True", timeout=1)
     told_gpus.run(f"told.holds = False\n{PROOF}\nassert ended")
 
@@ -77,6 +77,6 @@ def test_a_gpu_error_at_the_end_fails_the_cell(told_gpus: ddip.Group) -> None:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
         told.fails, told._synchronize = False, fail
     """)
-    with pytest.raises(CellError, match="^rank 1: RuntimeError: CUDA error: an illegal memory access was encountered"):
+    with pytest.raises(CellError, match="^rank 1: RuntimeError: CUDA"):
         told_gpus.run("told.fails = rank == 1")
     told_gpus.run(PROOF)

@@ -22,6 +22,7 @@ from ddip.group import session
 from .apps import installed_app
 from .leftovers import controllers_of, processes_of, wait_until
 from .notebook import ANSI, Notebook
+from .rank_errors import raises_on_ranks
 
 Main = Callable[[str], dict[str, Any]]
 
@@ -222,9 +223,9 @@ def test_objects_not_requested_are_missing_with_a_clear_error(main: Main) -> Non
         """
     )
     assert main("told = in_torchddp(2, use_lock, False)")["told"] == "fine"
-    with pytest.raises(CellError, match="name 'lock' is not defined on the ranks; the notebook has it.*cannot pickle"):
+    with pytest.raises(CellError, match="'lock' .*cannot pickle"):
         main("in_torchddp(2, use_lock, True)")
-    with pytest.raises(CellError, match="'large' is not defined.*larger than 1 MB; add large to need="):
+    with pytest.raises(CellError, match="'large' .*1 MB.*need="):
         main("in_torchddp(2, use_large)")
     assert main("told = in_torchddp(2, use_large, need='large')")["told"] == 2_000_000
 
@@ -232,16 +233,16 @@ def test_objects_not_requested_are_missing_with_a_clear_error(main: Main) -> Non
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ("2, fn, need='fn pth nowhere'", BadInput, "need='fn pth nowhere': the notebook has no pth, nowhere; type"),
-        ("2, fn, imports='import os\\nimprt x'", BadInput, "imports=: 'imprt x' in line 2: invalid syntax"),
-        ("0, fn", BadInput, r"in_torchddp\(0, ...\): the first argument is the number of ranks"),
-        ("2, fn, 1, lock, x=lock", TransferError, "argument 2 cannot be pickled: .*lock.*; argument x= cannot be"),
+        ("2, fn, need='fn pth nowhere'", BadInput, "need='fn pth nowhere': .* pth, nowhere"),
+        ("2, fn, imports='import os\\nimprt x'", BadInput, "imports=: 'imprt x' in line 2"),
+        ("0, fn", BadInput, r"in_torchddp\(0, ...\): "),
+        ("2, fn, 1, lock, x=lock", TransferError, "argument 2 .*lock.* argument x="),
         (
             "2, lambda: threading.Lock()",
             TransferError,
-            "the lock that <lambda> returned on rank 0 cannot be .*state_dict",
+            "<lambda> .*rank 0 .*state_dict",
         ),
-        ("2, fn, imports='import no_such'", CellError, "ranks 0, 1: ModuleNotFoundError: No module named 'no_such'"),
+        ("2, fn, imports='import no_such'", CellError, "ranks 0, 1: ModuleNotFoundError: .*no_such"),
     ],
 )
 def test_impossible_arguments_are_named(main: Main, call: str, error: type[Exception], message: str) -> None:
@@ -267,7 +268,7 @@ def test_a_rank_raises_while_the_other_waits_for_it(main: Main, cells: ddip.Grou
     linecache.cache["<a cell>"] = (len(code), None, code.splitlines(True), "<a cell>")
     found = main("")
     exec(compile(code, "<a cell>", "exec"), found)
-    with pytest.raises(CellError, match="rank 1: ValueError: only here; rank 0 was blocked") as raised:
+    with raises_on_ranks({1: "ValueError"}, {0: ""}) as raised:
         main("in_torchddp(2, fn, 1)")
     assert "raise ValueError('only here')" in ANSI.sub("", raised.value.by_rank[1].traceback)
     assert main("told = in_torchddp(2, fn, 2)")["told"] == (2, "kept")
@@ -287,7 +288,7 @@ def test_a_call_without_a_group_prepares_the_app(
 
 
 def test_a_rank_starts_no_group(cells: ddip.Group) -> None:
-    with pytest.raises(CellError, match="BadInput: in_torchddp: this is a rank; call it in the notebook"):
+    with raises_on_ranks({0: "BadInput"}):
         cells.run("from ddip import in_torchddp\nin_torchddp(2, len)", [0])
 
 

@@ -125,7 +125,7 @@ def test_a_preload_process_that_hangs_is_abandoned(tmp_path: Path) -> None:
     with environment(tmp_path):
         hanging = preload_client.ensure_process()
         wait_until(begun.exists)
-        with pytest.raises(GroupError, match="the controller did not start in time; -t SECONDS"):
+        with pytest.raises(GroupError, match="controller .*-t SECONDS"):
             ddip.Group(1, timeout=1)
         wait_until(lambda: hanging.ended)
 
@@ -211,7 +211,7 @@ def test_imports_of_an_app_happen_once_for_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_an_app_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
-    fails_to_start = pytest.raises(GroupError, match="No module named 'nowhere_to_be_found'")
+    fails_to_start = pytest.raises(GroupError, match="nowhere_to_be_found")
     with installed_app(tmp_path, "import nowhere_to_be_found\n"), fails_to_start:
         ddip.Group(1, app="toy")
 

@@ -14,6 +14,7 @@ from ddip.rank.streams.streams import MAX_LIMITERS
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
+from .rank_errors import raises_on_ranks
 from .variants import few
 
 PROOF = "import torch, torch.distributed as dist\ny = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
@@ -35,7 +36,7 @@ def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Grou
 
     cells.run("import torch, torch.distributed as dist\nx = torch.ones(3)")
     before = count_objects()
-    with pytest.raises(ddip.CellError, match="rank 1 was blocked in all_reduce") as caught:
+    with raises_on_ranks({0: "ValueError"}, {1: "all_reduce"}) as caught:
         cells.run("if rank == 0: raise ValueError\ndist.all_reduce(x)")
     assert "\x1b" in caught.value.by_rank[0].traceback  # IPython's colored traceback
     # No traceback, or a plain one if rank 1 had lost rank 0 before
@@ -143,9 +144,7 @@ def test_an_error_within_a_magic_fails_the_whole_cell(cells: ddip.Group, magic: 
         kept = rank
         os.chdir({str(tmp_path)!r})
     """)
-    with pytest.raises(
-        ddip.CellError, match="^rank 0: ValueError: hidden; rank 1 was blocked in .*, until ddip aborted it$"
-    ) as e:
+    with raises_on_ranks({0: "ValueError"}, {1: ""}) as e:
         cells.run(HIDDEN[magic].format(code), timeout=30)
     assert "ValueError" in e.value.by_rank[0].traceback and "ddip" not in e.value.by_rank[0].traceback
     # %run -i leaves __file__, which spawn would run
@@ -153,7 +152,7 @@ def test_an_error_within_a_magic_fails_the_whole_cell(cells: ddip.Group, magic: 
 
 
 def test_an_error_within_a_magic_ends_the_cell_there(cells: ddip.Group) -> None:
-    with pytest.raises(ddip.CellError, match="^ranks 0, 1: ZeroDivisionError"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "ZeroDivisionError")):
         cells.run("went_on = False\nget_ipython().run_cell_magic('capture', 'out', 'print(3); 1 / 0')\nwent_on = True")
     cells.run("assert not went_on and out.stdout.startswith('3')")
 
@@ -183,7 +182,7 @@ def test_a_caught_error_fails_the_cell_only_if_ranks_wait(
     cells.run(f"import time, torch.distributed as dist\nformer = dist.group.WORLD\nif rank == 0:\n    {CAUGHT[how]}")
     assert "ZeroDivisionError" in capsys.readouterr().err
     cells.run(f"assert dist.group.WORLD is former\nif rank == 0:\n    {CAUGHT[how]}")
-    with pytest.raises(ddip.CellError, match="^rank 0: ZeroDivisionError: .*; rank 1 was blocked in barrier"):
+    with raises_on_ranks({0: "ZeroDivisionError"}, {1: "barrier"}):
         cells.run(f"if rank == 0:\n    {CAUGHT[how]}\nelse: dist.barrier()", timeout=30)
     cells.run(PROOF)
 
@@ -212,7 +211,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
     captured = capsys.readouterr()
     assert r"a\ud800b" in captured.out and r"c\udfffd" in captured.err and r"e\ud800f" in captured.out
     for half in ("ud800", "udcff"):
-        with pytest.raises(ddip.CellError, match="^ranks 0, 1: ValueError: x") as caught:
+        with raises_on_ranks(dict.fromkeys((0, 1), "ValueError")) as caught:
             cells.run(rf"raise ValueError('x\{half}y')")
         str(caught.value).encode(), "".join(caught.value._render_traceback_()).encode()
     cells.run("""
@@ -220,7 +219,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
             def __reduce__(self): raise ValueError(chr(0xd800))
         odd = Odd()
     """)
-    with pytest.raises(TransferError, match="odd cannot be pickled") as refused:
+    with pytest.raises(TransferError, match="odd") as refused:
         cells.pull(["odd"])
     str(refused.value).encode()
     cells.run(r"'x\ud800y'")
@@ -251,12 +250,12 @@ def test_a_rank_failing_in_gloo_itself_appears_as_failed(notebook: Notebook) -> 
 @pytest.mark.parametrize("name", ["hist", "who", "page"])
 def test_a_missing_variable_is_not_mistaken_for_a_magic(cells: ddip.Group, name: str) -> None:
     cells.run(f"if rank == 0: {name} = [1]")
-    with pytest.raises(ddip.CellError, match=f"rank 1: NameError: name '{name}' is not defined"):
+    with raises_on_ranks({1: "NameError"}):
         cells.run(name)
 
 
 def test_magics_run_on_ranks_by_their_percent_sign(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("mine = 1\n%who int")
     assert "mine" in capsys.readouterr().out
-    with pytest.raises(ddip.CellError, match="SyntaxError"):
+    with raises_on_ranks(dict.fromkeys((0, 1), "SyntaxError")):
         cells.run("who int")
