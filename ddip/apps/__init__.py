@@ -14,6 +14,7 @@ use CUDA. All of these functions are optional:
 
 from __future__ import annotations
 
+import difflib
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -35,7 +36,10 @@ def find_module(name: str | None) -> str:
         return ""
     found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     if name not in found:
+        like = difflib.get_close_matches(name, found, 1)
         available = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
+        if like:
+            available = f"type -a {like[0]}"
         raise BadInput(f"-a {name}: there is no app {name!r}; {available}")
     missing = [module for module in NEEDED.get(name, ()) if find_spec(module) is None]
     any_of = ANY_OF.get(name, ())

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import unicodedata
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral
 from types import FrameType
 from typing import Any, TypeVar
@@ -35,7 +35,13 @@ T = TypeVar("T")
 
 
 def in_torchddp(
-    nprocs: int | None, fn: Callable[..., T], /, *args: Any, need: str = "", imports: str = "", **kwargs: Any
+    nprocs: int | None,
+    fn: Callable[..., T],
+    /,
+    *args: Any,
+    need: str | Iterable[str] = "",
+    imports: str = "",
+    **kwargs: Any,
 ) -> T:
     """Call ``fn(*args, **kwargs)`` on every rank of a group, and return the result of rank 0.
 
@@ -64,8 +70,8 @@ def in_torchddp(
     args, kwargs
         Arguments of `fn`. If `fn` has a parameter named `need` or `imports`, bind it with ``functools.partial``.
     need
-        Names of variables, functions and classes in the caller's scope, separated by spaces. They are sent to every
-        rank, whatever their size.
+        Names of variables, functions and classes in the caller's scope: a list, or a string with spaces between them.
+        They are sent to every rank, whatever their size.
     imports
         Import statements to run on every rank before the call. If these or `fn` refer to fastai, ddip prepares the app
         ``fastai`` for the call, unless the group has an app.
@@ -136,13 +142,17 @@ def _globals_of(frame: FrameType) -> ChainMap[str, Any]:
     return ChainMap(frame.f_globals, getattr(get_ipython(), "user_ns", {}))
 
 
-def _find_needed(need: str, frame: FrameType) -> dict[str, Any]:
-    names, found = unicodedata.normalize("NFKC", need).split(), _globals_of(frame).new_child(dict(frame.f_locals))
+def _find_needed(need: str | Iterable[str], frame: FrameType) -> dict[str, Any]:
+    given = [need] if isinstance(need, str) or not isinstance(need, Iterable) else [*need]
+    if not all(isinstance(name, str) for name in given):
+        raise BadInput(f"in_torchddp: need={need!r}: type the names of the variables, such as need='model opt'")
+    names = unicodedata.normalize("NFKC", " ".join(given)).split()
+    found = _globals_of(frame).new_child(dict(frame.f_locals))
     check_own(names, f"in_torchddp: need={need!r}:")
     missing = [name for name in names if name not in found]
     if missing:
         what = f"the notebook has no {', '.join(missing)}"
-        raise BadInput(f"in_torchddp: need={need!r}: {what}; type names of variables, separated by spaces")
+        raise BadInput(f"in_torchddp: need={need!r}: {what}; type the names of variables")
     return {name: found[name] for name in names}
 
 

@@ -27,7 +27,7 @@ DASHES = re.compile(r"[\u2012-\u2015\u2212]+")
 """Typographic dashes, into which some pages convert ``-`` and ``--``."""
 SIZE_OPTION = re.compile(r"-n\d*|-g.*|--gpus.*")
 NP_OPTION = re.compile(
-    r"-np|--?(?:nproc|num|n)[-_](?:per[-_]node|processes|procs|ranks)|--?(?:nproc|ranks|world[-_]size)"
+    r"-np|--num|--?(?:nproc|num|n)[-_](?:per[-_]node|processes|procs|ranks)|--?(?:nproc|ranks|world[-_]size)"
 )
 """Options of torchrun, accelerate and mpirun for the number of ranks."""
 WITHOUT_COUNT = ("-i", "--info", "-k", "--kill", "--repair")
@@ -139,6 +139,8 @@ def parse_line(magic: Any, name: str, line: str) -> Any:
     line = COMMENT.sub("", line).rstrip().removesuffix(";")  # users type ";" to hide the value of a line
     if name == "%%dip" and is_code(line):
         raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
+    if {"-h", "--help"}.intersection(line.split()):
+        raise BadInput(f"{name} {line.strip()}: type %{name.lstrip('%')}? for its options and examples")
     suggestion = suggest_line(name, line, magic.parser)
     if suggestion:
         raise BadInput(f"{name} {line.strip()}: type {suggestion}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from ddip.notebook import both_sides
+from ddip.notebook.first_lines import skip_comments
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -153,12 +154,13 @@ class Autodip:
 
     def _is_local(self, text: str) -> bool:
         """Return True if the cell begins with a magic of the notebook."""
-        found = MAGIC.match(text.lstrip("\n"))
+        text = skip_comments(text)
+        found = MAGIC.match(text)
         return found is not None and (found[1] in self._local() or self._is_user_magic(found[1], text))
 
     def _is_user_magic(self, name: str, text: str) -> bool:
         """Return True if an extension or the user has added this magic to the notebook."""
-        kind = "cell" if text.lstrip("\n").startswith("%%") else "line"
+        kind = "cell" if text.startswith("%%") else "line"
         function = self._shell.magics_manager.magics[kind].get(name)
         made_in = type(function.__self__) if hasattr(function, "__self__") else function
         return function is not None and not str(getattr(made_in, "__module__", "")).startswith(BUILT_IN)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from ddip.notebook.first_lines import NO_CODE
+
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -26,7 +28,7 @@ LOAD_AUTORELOAD = "get_ipython().extension_manager.load_extension('autoreload')\
 
 def magic_names(text: str) -> list[str]:
     """Return the names of the magics in a cell that belongs on both sides; empty for any other cell."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [line for line in text.splitlines() if not NO_CODE.fullmatch(line)]
     found = [_magic_name(line) for line in lines]
     return found if all(found) and any(name != NEUTRAL_MAGIC for name in found) else []
 

@@ -14,6 +14,7 @@ from ddip.cluster import folder
 from ddip.errors import BadInput, CellError, GroupError, ranks_text
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
+from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class CellMagics(Magics):
 
     def _report_failures(self, info: Any) -> None:
         """Print failures in the background since the last cell; IPython calls this before each cell."""
-        if str(getattr(info, "raw_cell", "")).lstrip().startswith(WAITS) or self._main.autodipper.hidden():
+        if skip_comments(str(getattr(info, "raw_cell", ""))).startswith(WAITS) or self._main.autodipper.hidden():
             return
         for cell in self._unreported_cells():
             if cell.done.done() and cell.error is not None and not cell.noted:

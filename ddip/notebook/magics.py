@@ -282,6 +282,8 @@ class DipMagics(Traits):
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
         if args.bg and args.where != "remote":
             raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
+        if not cell.strip() and args.appcmd is None:
+            raise BadInput(f"%%dip {line.strip()}".rstrip() + ": the cell is empty; type the code below this line")
         arguments.check_profile(args.profile, args.where, PLACES)
         timeout = None if args.timeout is None else arguments.parse_seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":

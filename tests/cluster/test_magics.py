@@ -28,7 +28,7 @@ BAD_INPUT = [
     ("%%dip -r 9\n1", r"-r 9: there is no rank 9; this group has ranks 0 to 2"),
     ("%%dip -r 1 -S 0\n1", r"^-S 0: rank 0 does not run this cell, only rank 1; type -S 1, or -S all$"),
     ("%%dip -s all\n1", r"^%%dip -s all: type %%dip -S all$"),
-    ("# of all ranks\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
+    ("marker = 7\n%%dip -S all\n1", r"^%%dip -S all: it must be the first line of its cell; move what is above it"),
     (
         "%%dip print(rank)\n1",
         r"^%%dip print\(rank\): type %%dip alone in the first line of a cell, and the code below it$",
@@ -70,6 +70,10 @@ BAD_INPUT = [
     ("%dipstop", r"%dipstop: no cell runs in the background; %dipcells lists the earlier ones$"),
     ("%%dip local --bg\n1", r"%%dip local --bg: only ranks run cells in the background; type %%dip --bg$"),
     ("%%dip --log no/such/folder/train\n1", r"--log no/such/folder/train: there is no folder .*; create it, or type"),
+    ("%%dip", r"%%dip: the cell is empty; type the code below this line$"),
+    ("%%dip --help\n1", r"%%dip --help: type %dip\? for its options and examples$"),
+    ("%makedip --num 2", r"%makedip --num 2: type %makedip -n 2$"),
+    ("%makedip -n 3 -a fastia", r"-a fastia: there is no app 'fastia'; type -a fastai$"),
     ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
 ]
 
@@ -414,6 +418,8 @@ def test_autodip_runs_the_users_cells_on_the_ranks(notebook: Notebook) -> None:
     assert notebook.ok("print(world_size)").stdout == "3\n"
     assert notebook.ok("%%dip -S all\nprint('by hand')").data[-1]["text/plain"].startswith("── ranks 0-2 ──\nby hand")
     assert notebook.ok("%%dip local\nprint('far' in globals())").stdout == "False\n"
+    assert notebook.ok("# here\n %%dip local\nprint('far' in globals())").stdout == "False\n"
+    assert notebook.ok("# 3 ranks\n%makedip -n 3").stdout == ""
     assert notebook.ok("%autodip").stdout.startswith("automatic %%dip: on")
     assert notebook.ok("%autodip off").stdout == "automatic %%dip: off\n"
     assert notebook.ok("print('far' in globals())").stdout == "False\n"

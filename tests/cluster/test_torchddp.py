@@ -227,12 +227,14 @@ def test_objects_not_requested_are_missing_with_a_clear_error(main: Main) -> Non
         main("in_torchddp(2, use_lock, True)")
     with pytest.raises(CellError, match="'large' .*1 MB.*need="):
         main("in_torchddp(2, use_large)")
-    assert main("told = in_torchddp(2, use_large, need='large')")["told"] == 2_000_000
+    for need in ("'large'", "['large']"):
+        assert main(f"told = in_torchddp(2, use_large, need={need})")["told"] == 2_000_000
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        ("2, fn, need=[fn]", BadInput, "type the names of the variables"),
         ("2, fn, need='fn pth nowhere'", BadInput, "need='fn pth nowhere': .* pth, nowhere"),
         ("2, fn, imports='import os\\nimprt x'", BadInput, "imports=: 'imprt x' in line 2"),
         ("0, fn", BadInput, r"in_torchddp\(0, ...\): "),

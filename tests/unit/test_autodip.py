@@ -6,6 +6,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.notebook.autodip import Autodip
+from ddip.notebook.first_lines import begin_with_dip
 
 MINE = [
     "x = 1",
@@ -49,6 +50,8 @@ NOT_MINE = [
     "%%writefile x.py\nx",
     "%mkdir x",
     "%added x",
+    "# install\n%pip install x",
+    "# start\n\n  %makedip -n 2",
     "%%added\nx",
 ]
 BOTH = [
@@ -154,3 +157,23 @@ def test_code_of_a_magic_runs_where_the_magic_runs(shell: InteractiveShell, cell
     autodip.close()
     shell.run_cell("z = 1")
     assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "line", "body"),
+    [
+        ("# train\n%%dip -q\nx = 1\n", "-q", "x = 1\n"),
+        ("\n# one\n  # two\n%%dip local\nx\n", "local", "x\n"),
+        (" %%dip\nx = 1\n", "", "x = 1\n"),
+        ("%%dip -a mends", "-a mends", "\n"),
+    ],
+)
+def test_a_comment_may_stand_above_dip(shell: InteractiveShell, cell: str, line: str, body: str) -> None:
+    transformers = shell.input_transformers_cleanup
+    transformers.append(begin_with_dip)
+    Autodip(shell).on("-S all")
+    try:
+        assert shell.transform_cell(cell) == f"get_ipython().run_cell_magic('dip', {line!r}, {body!r})\n"
+        assert "'dip'" not in shell.transform_cell("# a comment\n%dipper g\nx")
+    finally:
+        transformers.remove(begin_with_dip)
