@@ -133,8 +133,10 @@ class DipMagics(Traits):
             if args.info:
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group, so there is nothing to show; leave out -i")
             ended = 0 if self.group is None or not self.group.alive else self.group.world_size
+            was_on = self.autodipper.state != "off"
             self.end_group()
-            self.confirm_done(f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group")
+            what = f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group"
+            self.confirm_done(f"{what}; %autodip is off: cells run in the notebook" if was_on else what)
             return
         elif arguments.asks_for_a_group(args) or not (args.info or sets):
             self._start_or_change(args)
@@ -163,13 +165,14 @@ class DipMagics(Traits):
         self._last_request = request
         progress = Progress()
         new = True
+        none_runs = self._has_only_ended_ranks()
         try:
             if self.group is None or not self.group.alive:
                 self.group = Group(**vars(request), progress=progress, **self.settings())
             else:
                 self.group.options.timeout, self.group.options.collect = self.timeout, self.collect
                 self.group.options.spawn = self.spawn
-                if args.restart:
+                if args.restart or none_runs:
                     self.group.restart(request, progress)
                 else:
                     new = self.group.change(request, progress)
@@ -182,10 +185,17 @@ class DipMagics(Traits):
         seconds = f"{self.group.seconds:.1f} s" if new else "unchanged"
         carried = f", new ranks with {self.group.carried}" if new and self.group.carried else ""
         progress.end(f"{self.group.describe()}{carried}, {seconds}")
+        if none_runs:
+            print("ddip: all former ranks had ended, so the new ones have none of their variables")
         for notice in self.group.notices:
             print(f"ddip: {notice}")
         if self.group.cluster.spawned:
             self._print_verbose(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
+
+    def _has_only_ended_ranks(self) -> bool:
+        """Return whether every rank of the group has ended on this machine, so that nothing is left to lose."""
+        group = self.group
+        return group is not None and group.alive and not group.request.hosts and not group.ranks.live
 
     def _repair_group(self, args: Any, line: str) -> None:
         from ddip.output.progress import Progress
@@ -215,7 +225,7 @@ class DipMagics(Traits):
 
         group = self.require_group("%makedip -i")
         print("\n".join([info_table(group.info()), *group.remarks()]))
-        print(f"automatic %%dip: {self.autodipper.state}")
+        print(f"%autodip: {self.autodipper.state}")
 
     def end_group(self) -> None:
         """End the group, turn %autodip off, and remove clusters that a dead notebook session left behind."""
@@ -354,7 +364,7 @@ class DipMagics(Traits):
             raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')
         elif args.switch == "off":
             self.autodipper.off()
-        print(f"automatic %%dip: {self.autodipper.state}")
+        print(f"%autodip: {self.autodipper.state}")
 
 
 @magics_class

@@ -143,7 +143,7 @@ def test_the_table_has_a_line_for_each_rank(notebook: Notebook) -> None:
     lines = notebook.ok("%makedip -i").stdout.splitlines()
     assert lines[0].split() == ["rank", "host", "pid", "device", "memory", "state", "last", "cell"]
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
-    assert lines[4] == "automatic %%dip: off"
+    assert lines[4] == "%autodip: off"
 
 
 def test_values_are_labelled_by_rank_for_visible_ranks(notebook: Notebook) -> None:
@@ -405,7 +405,7 @@ def test_dipstack_names_a_rank_that_does_not_answer(notebook: Notebook) -> None:
 
 
 def test_autodip_runs_the_users_cells_on_the_ranks(notebook: Notebook) -> None:
-    assert notebook.ok("%autodip on").stdout == "automatic %%dip: on, cells run as %%dip\n"
+    assert notebook.ok("%autodip on").stdout == "%autodip: on, cells run as %%dip\n"
     notebook.ok("far = rank")
     notebook.ok("# a comment first\n\nsecond = far + 1")
     notebook.ok("\n\n  \nindented = 1\n")
@@ -420,8 +420,8 @@ def test_autodip_runs_the_users_cells_on_the_ranks(notebook: Notebook) -> None:
     assert notebook.ok("%%dip local\nprint('far' in globals())").stdout == "False\n"
     assert notebook.ok("# here\n %%dip local\nprint('far' in globals())").stdout == "False\n"
     assert notebook.ok("# 3 ranks\n%makedip -n 3").stdout == ""
-    assert notebook.ok("%autodip").stdout.startswith("automatic %%dip: on")
-    assert notebook.ok("%autodip off").stdout == "automatic %%dip: off\n"
+    assert notebook.ok("%autodip").stdout.startswith("%autodip: on")
+    assert notebook.ok("%autodip off").stdout == "%autodip: off\n"
     assert notebook.ok("print('far' in globals())").stdout == "False\n"
 
 
@@ -460,6 +460,16 @@ def test_quotes_around_arguments_are_removed(notebook: Notebook) -> None:
     text = notebook.ok('%%dip -S "0,1"\nprint(rank)').data[-1]["text/plain"]
     assert text == "── rank 0 ──\n0\n── rank 1 ──\n1"
     assert "this group has no app" in notebook.fails("%%dip -a 'save x'\n1").message
+
+
+def test_a_new_group_starts_after_all_ranks_have_ended(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("%makedip -n 2")
+    bare_notebook.fails("%%dip\nimport os\nlost = 1\nos._exit(3)")
+    started = bare_notebook.ok("%makedip -n 2").text
+    assert "all former ranks had ended, so the new ones have none of their variables" in started
+    bare_notebook.ok("%autodip on")
+    bare_notebook.ok("assert world_size == 2 and 'lost' not in globals()")
+    assert bare_notebook.ok("%makedip -k").stdout == "ddip: ended 2 ranks; %autodip is off: cells run in the notebook\n"
 
 
 @pytest.mark.grid
@@ -551,7 +561,7 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
         shown = bare_notebook.ok("%reload_ext ddip")
         assert shown.text == "ddip: kept ranks 0, 1, with all variables; %makedip -k ends them\n"
     assert bare_notebook.ok("print(x)").text.startswith("10\n")
-    assert "automatic %%dip: on" in bare_notebook.ok("%makedip -i").stdout
+    assert "%autodip: on" in bare_notebook.ok("%makedip -i").stdout
     bare_notebook.ok("%autodip off")
     assert bare_notebook.ok("%dipper g\n%config DipMagics.stall_timeout").text == "7.0"
     assert bare_notebook.ok("import ddip\nprint(ddip.current_group() is g)\ndel g").stdout == "True\n"
