@@ -46,12 +46,18 @@ def die_with(owner: int) -> None:
     threading.Thread(target=watch_owner, name="ddip-owner", daemon=True).start()
 
 
-def _exit_quickly(code: int) -> NoReturn:
-    """Exit without destroying every object, which would copy the pages shared with the preload process."""
+def _exit_quickly(code: int, ended_by: int = 0) -> NoReturn:
+    """Exit without destroying every object, which would copy the pages shared with the preload process.
+
+    `ended_by` is the signal that asked the process to end: its parent sees that signal instead of `code`.
+    """
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+    if ended_by:
+        signal.signal(ended_by, signal.SIG_DFL)
+        signal.raise_signal(ended_by)
     os._exit(code)
 
 
@@ -97,4 +103,4 @@ def main() -> None:
         code = request.code
     except BaseException:  # the process exits below without Python's usual shutdown
         traceback.print_exc()
-    _exit_quickly(code if isinstance(code, int) else 0 if code is None else 1)
+    _exit_quickly(code if isinstance(code, int) else 0 if code is None else 1, RankEngine.ended_by)

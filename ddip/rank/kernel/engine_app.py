@@ -36,6 +36,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
     """Controller connection details for an engine on another host; secret, so never written to a file."""
     is_over = False
     """Becomes True when this engine is asked to end."""
+    ended_by = 0
+    """Number of the signal that asked it to end."""
 
     def start(self) -> None:
         """Run the event loop until this engine is asked to end; restart it if a cell or a callback stops it.
@@ -62,7 +64,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         self._signal_stop(signal.SIGTERM, None)
 
     def _signal_stop(self, sig: int, frame: FrameType | None) -> None:
-        self.is_over = True
+        self.is_over, RankEngine.ended_by = True, sig
         super()._signal_stop(sig, frame)
 
     def initialize(self, argv: list[str] | None = None) -> None:
