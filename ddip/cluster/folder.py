@@ -6,7 +6,10 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
+
+_turn = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -18,16 +21,18 @@ def left_out() -> Iterator[None]:
     user put on the path by their full name stay.
 
     The garbage collector is off because imports leave little garbage, while a collection visits all the user's objects.
+    Threads that start groups at the same time take turns.
     """
-    former, collects = list(sys.path), gc.isenabled()
-    try:
-        gc.disable()
-        sys.path[:] = [entry for entry in former if entry not in ("", ".")]
-        yield
-    finally:
-        sys.path[:] = [*former, *(entry for entry in sys.path if entry not in former)]
-        if collects:
-            gc.enable()
+    with _turn:
+        former, collects = list(sys.path), gc.isenabled()
+        try:
+            gc.disable()
+            sys.path[:] = [entry for entry in former if entry not in ("", ".")]
+            yield
+        finally:
+            sys.path[:] = [*former, *(entry for entry in sys.path if entry not in former)]
+            if collects:
+                gc.enable()
 
 
 def ensure_ready() -> None:

@@ -27,7 +27,10 @@ from ddip.protocol.remote import with_bytes
 
 
 def import_numpy() -> None:
-    """Import NumPy now, for a tenth of a second; otherwise ipyparallel imports it with the first request."""
+    """Import NumPy now, for a tenth of a second; otherwise ipyparallel imports it with the first request.
+
+    ipyparallel is not prepared for two threads that do this at once, so `left_out` lets them take turns.
+    """
     with folder.left_out():
         can(None)
 

@@ -206,7 +206,12 @@ class Lifecycle:
 
     @property
     def parts(self) -> Parts:
-        """The parts of the running group. Raises GroupError if it has ended."""
+        """The parts of the running group. Raises GroupError if it has ended, and in a process forked from its own."""
+        if os.getpid() != self._pid:  # threads and locks of the group are missing here
+            raise GroupError(
+                "this process was forked from the one that started the group, and cannot use it; use the group there, "
+                "or start another one here with ddip.Group()"
+            )
         if self._parts is None:
             raise GroupError("this group has ended; start one with %makedip, or ddip.Group()")
         return self._parts

@@ -192,6 +192,44 @@ def test_two_simultaneous_notebooks_are_independent(new_notebook: NewNotebook) -
 
 @pytest.mark.grid
 @pytest.mark.timeout(600)
+@pytest.mark.grid
+def test_two_threads_can_start_groups_at_the_same_time(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("""
+        import sys, ddip
+        from concurrent.futures import ThreadPoolExecutor
+        def start(size):
+            with ddip.Group(size) as group:
+                group.run("found = world_size")
+                return group.pull(["found"])["found"]
+        path = list(sys.path)
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(start, [1, 2])) == [1, 2]
+        assert sys.path == path
+    """)
+
+
+def test_a_forked_process_gets_an_error_instead_of_the_group(group: ddip.Group) -> None:
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = []
+            for use in (lambda: group.run("1"), lambda: group.pull(["rank"]), group.repair, group.restart):
+                try:
+                    use()
+                except ddip.GroupError as error:
+                    found.append("forked" in str(error))
+            group.shutdown()
+            os.write(writes, repr(found).encode())
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(reads, 1000) == repr([True] * 4).encode()
+    os.close(reads)
+    os.close(writes)
+    group.run("assert rank >= 0")
+
+
 def test_twenty_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     notebook.ok("%makedip -n 2\n%makedip -k")
