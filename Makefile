@@ -156,7 +156,8 @@ PLATFORM ?= colab
 PINNED := $(VENV)-$(PLATFORM)
 test-platform: $(PINNED)/.ready
 	$(PINNED)/bin/python -m pytest tests/cluster/test_notebooks.py -k kaggle -m "grid or not grid"
-	$(PINNED)/bin/python -m pytest $(ARGS)
+	$(PINNED)/bin/python -m pytest --junitxml=build/platform.xml $(ARGS); code=$$?; \
+	test -n "$(ARGS)" || $(PINNED)/bin/python tests/platforms/record_run.py $(PLATFORM) build/platform.xml; exit $$code
 
 $(PINNED)/.ready: tests/platforms/$(PLATFORM).txt setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv --clear $(PINNED)

@@ -13,6 +13,7 @@ from packaging.version import Version
 import ddip
 
 from .. import dist
+from ..platforms import record_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,15 @@ def test_the_lowest_versions_of_all_requirements_are_tested() -> None:
     lowest = dict(re.findall(r"^(\w+) *>=([\d.]+)", config["options"]["install_requires"], re.MULTILINE))
     tested = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / "tests/platforms/lowest.txt").read_text(), re.MULTILINE))
     assert {name: Version(tested[name]) for name in lowest} == {name: Version(low) for name, low in lowest.items()}
+
+
+def test_a_run_replaces_its_row_in_the_table() -> None:
+    page = record_run.PAGE.read_text()
+    first = record_run.with_row(page, "| moon | 3.11 | 1 |")
+    assert record_run.with_row(first, "| moon | 3.12 | 2 |").count("| moon |") == 2
+    again = record_run.with_row(first, "| moon | 3.11 | 3 |")
+    assert again == first.replace("| 3.11 | 1 |", "| 3.11 | 3 |")
+    assert first.replace("| moon | 3.11 | 1 |\n", "") == page
 
 
 def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
