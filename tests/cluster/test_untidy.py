@@ -32,7 +32,6 @@ ENVIRONMENTS = {
         "PYTHONBREAKPOINT": "no_such.debugger",
     },
     "every_warning_is_an_error": {"PYTHONWARNINGS": "error::UserWarning,error::FutureWarning"},
-    "no_home": {"HOME": "/nonexistent/home"},
 }
 
 
@@ -75,16 +74,28 @@ def test_a_group_starts_despite_errors_in_the_users_profile(
 
 
 @pytest.mark.grid
-@pytest.mark.filterwarnings("ignore:IPython parent")
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_group_works_in_this_environment(
     name: str, new_notebook: Callable[[], Notebook], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable, value in ENVIRONMENTS[name].items():
         monkeypatch.setenv(variable, value)
-    if name == "no_home":
-        monkeypatch.delenv("IPYTHONDIR")
     use_group(new_notebook())
+
+
+@pytest.mark.grid
+@pytest.mark.filterwarnings("ignore:IPython parent")
+def test_a_group_without_a_home_leaves_no_folders(
+    tmp_path: Path, new_notebook: Callable[[], Notebook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent/home")
+    monkeypatch.delenv("IPYTHONDIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = new_notebook()
+    notebook.ok("1")
+    before = {path.name for path in tmp_path.iterdir()}  # of the kernel itself
+    use_group(notebook)
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("ddip")} == before
 
 
 @pytest.mark.grid

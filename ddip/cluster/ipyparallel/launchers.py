@@ -348,7 +348,9 @@ async def make_client(cluster: IppCluster, timeout: float) -> RankClient:
     info: Any = cluster.controller.get_connection_info()
     files = await info if inspect.isawaitable(info) else info
     with _no_signing_warning():
-        return RankClient(files["client"], cluster=cluster, timeout=timeout)
+        # ipython_dir is not needed, but ipyparallel would make a temporary one where it cannot write to the usual one
+        folder = os.path.dirname(cluster.profile_dir)
+        return RankClient(files["client"], cluster=cluster, timeout=timeout, ipython_dir=folder)
 
 
 def _traitlets_log() -> logging.Logger:

@@ -42,7 +42,7 @@ from ddip.cluster.ipyparallel.launchers import (
 from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end, without_exit
 from ddip.cluster.processes import ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.processes.host import process_environment
+from ddip.cluster.processes.host import has_ipython_folder, process_environment
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -101,7 +101,9 @@ class OwnCluster(OnHosts, Channels):
             raise
 
     async def _make_ipp_cluster(self, log: logging.Logger) -> OwnIppCluster:
+        profile = {} if has_ipython_folder() else {"profile_dir": str(self.run_folder / "ipython")}
         return OwnIppCluster(
+            **profile,
             log=log,
             controller_launcher_class=ControllerLauncher,
             engine_launcher_class=EngineSetLauncher,

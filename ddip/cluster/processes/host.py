@@ -123,7 +123,7 @@ class LocalHost:
 def process_environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hold the parameters of a cluster's processes.
 
-    The processes remove these variables at their start.
+    The processes remove these variables at their start, all but IPYTHONDIR.
     """
     variables: dict[str, Any] = {
         "DDIP_RUN_FOLDER": str(run_folder),
@@ -132,4 +132,12 @@ def process_environment(run_folder: Path, notebook: str, mark: Mapping[str, str]
         **mark,
         **preload_client.python_path(),
     }
+    if not has_ipython_folder():
+        variables["IPYTHONDIR"] = str(run_folder / "ipython")
     return variables
+
+
+def has_ipython_folder() -> bool:
+    """Return whether IPython can write to its folder; otherwise each process would leave a temporary one."""
+    folder = os.environ.get("IPYTHONDIR") or os.path.join(os.path.expanduser("~"), ".ipython")
+    return os.access(folder if os.path.isdir(folder) else os.path.dirname(folder), os.W_OK)
