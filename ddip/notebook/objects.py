@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dis
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
@@ -97,7 +100,11 @@ class ObjectMagics(Magics):
             print(f"ddip: {notice}")
 
     @with_examples(
-        "%dipull model losses", "%dipull losses -r all", "%dipull --now losses    while the ranks run a cell"
+        "%dipull model losses",
+        "%dipull losses -r all",
+        "%dipull --now losses    while the ranks run a cell",
+        "%dipull model as best   store it in the notebook as best",
+        "best = %dipull model    the same, besides model",
     )
     @magic_arguments()
     @argument(
@@ -115,10 +122,12 @@ class ObjectMagics(Magics):
         metavar="SECONDS",
         help="With --now: time to wait for a rank before the pull fails; default 5.",
     )
-    @argument("names", nargs="*", help="Variables of the rank.")
+    @argument("names", nargs="*", help="Variables of the rank; x as y stores x under the name y.")
     @line_magic
-    def dipull(self, line: str = "") -> None:
+    def dipull(self, line: str = "") -> Any:
         """Copy variables of a rank to the notebook: either all of them, or none. Tensors arrive on the CPU.
+
+        In an assignment such as ``best = %dipull model``, it also returns the value, or a tuple of several.
 
         With --now, the cell that the rank runs pauses between two of its steps while tensors are copied, and then
         continues. Each tensor on the CPU is consistent in itself, but an optimizer step may fall between the copies of
@@ -127,7 +136,10 @@ class ObjectMagics(Magics):
         """
         args = arguments.parse_line(self.dipull, "%dipull", line)
         seconds = arguments.peek_timeout(args, line)
-        group, names, ranks = self._parse_names("%dipull", args.names, args.ranks or ["0"])
+        typed, renames = arguments.split_renames(args.names, "%dipull")
+        typed_ranks, after_ranks = arguments.split_renames(args.ranks or ["0"], "%dipull")  # in -r 1 model as best
+        renames |= after_ranks
+        group, names, ranks = self._parse_names("%dipull", typed, typed_ranks)
         assert ranks is not None
         with self._show_transfer(
             group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}"
@@ -137,8 +149,12 @@ class ObjectMagics(Magics):
             else:
                 values, moved = group.peek_all(names, ranks, seconds, progress)
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
-        self.shell.push({name: [value[name] for value in values] if as_list else values[0][name] for name in names})
+        found = {name: [value[name] for value in values] if as_list else values[0][name] for name in names}
         _print_moved(moved)
+        self.shell.push({renames.get(name, name): value for name, value in found.items()})
+        if not _is_result_used(sys._getframe()):
+            return None
+        return tuple(found.values()) if len(found) > 1 else found[names[0]]
 
     @with_examples("%dipshards model", "%dipshards model.encoder")
     @magic_arguments()
@@ -182,6 +198,19 @@ class ObjectMagics(Magics):
             bar.end(f"ddip: {text}, {time.monotonic() - began:.1f} s")
         else:
             self._main.confirm_done(text)
+
+
+def _is_result_used(frame: FrameType | None) -> bool:
+    """Return whether the line that called this magic does something with its value, such as an assignment."""
+    while frame is not None and frame.f_code.co_name != "run_line_magic":
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    while caller is not None and caller.f_code.co_name in ("run_line_magic", "wrapper", "wrapped"):
+        caller = caller.f_back
+    if caller is None:
+        return False
+    following = (one.opname for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)
+    return next(following, "") not in ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")
 
 
 def _along_text(along: Sequence[str]) -> str:

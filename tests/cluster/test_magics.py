@@ -401,6 +401,18 @@ def test_dipstack_names_a_rank_that_does_not_answer(notebook: Notebook) -> None:
     assert notebook.ok("%makedip --repair").text.endswith(" s")
 
 
+def test_pulled_values_get_other_names(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nx, z = rank + 5, [rank]")
+    assert notebook.ok("y = %dipull x\nprint(y, x)").stdout.endswith("\n5 5\n")
+    assert notebook.ok("a, b = %dipull x z\nprint(a, b)").stdout.endswith("\n5 [0]\n")
+    assert notebook.ok("%dipull rank as r0, z as first\nprint(r0, first)").stdout.endswith("\n0 [0]\n")
+    assert notebook.ok("%dipull -r 1 x as second\nprint(second)").stdout.endswith("\n6\n")
+    assert notebook.ok("%dipull x").data == []  # without an assignment, nothing is echoed
+    assert notebook.fails("%dipull x as").message == (
+        "%dipull x as: type a name on each side of as, such as %dipull model as best"
+    )
+
+
 # -- %autodip
 
 
