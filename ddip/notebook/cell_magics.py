@@ -40,7 +40,10 @@ def status_now(group: Group | None, history: History) -> Status:
 
 
 def status_text(group: Group | None, history: History) -> str:
-    """Return the status as text for people."""
+    """Return the state of the running `group`, if any, and the last cells of `history`, as text for people.
+
+    Asks all ranks, which answer even during a cell.
+    """
     with folder.left_out():
         from ddip.group.status import LISTED, last_cells
         from ddip.output.tables.tables import cells_table, info_table

@@ -119,7 +119,9 @@ def _count_devices(devices: Any) -> int | None:
 
 
 def _list_gpus(position: RankPosition, size: int) -> list[int]:
-    """Return a list of `size` GPUs with this rank's own at its local rank: Lightning uses only that one.
+    """Return `size` numbers of GPUs for Lightning, which uses only one of them: this rank's own.
+
+    It stands at the local rank if all ranks run the cell, otherwise first. The others only fill the list.
 
     >>> _list_gpus(RankPosition(rank=3, size=4, local_rank=1, local_size=2, device=2, is_everywhere=True), 2)
     [0, 2]

@@ -145,9 +145,10 @@ class EngineLogs:
         self._last_words[engine] = text
 
     def tail(self, engine: int) -> list[str]:
-        """Return the last lines that the last cell logged.
+        """Return the last lines that `engine` has logged since its last cell was sent, or else since it started.
 
-        After a crash, return the lines that show where it happened.
+        After a crash, return the lines that show where it happened. The log of an engine on another host is empty until
+        that engine has ended.
         """
         try:
             log = self._paths[engine].read_bytes()

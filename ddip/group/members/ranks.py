@@ -113,7 +113,11 @@ class Ranks(Members):
     def _make_failure(
         self, doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool
     ) -> RequestFailed:
-        """Return the error to raise if some ranks have `problems` or are `unfinished`."""
+        """Return the error to raise if some ranks have `problems`, or if some are `unfinished`.
+
+        Its ``late`` names the `unfinished` ranks. If the ranks act `together` and one has a problem, it names none: the
+        others waited for that one.
+        """
         if not problems:
             problem = f"{ranks_text(unfinished)} did not finish {doing} in time"
             return RequestFailed(f"{problem}; -t SECONDS waits longer", {}, unfinished)
@@ -182,9 +186,10 @@ class Ranks(Members):
     def _wait_for_end(
         self, requests: Requests, unfinished: Sequence[int], doing: str, button: stopping.Button
     ) -> list[int]:
-        """Wait briefly for requests that must not be stopped; return the ranks that are not done then.
+        """Wait briefly for requests that must not be stopped; abandon those that are not done, and return their ranks.
 
-        Raises RequestInterrupted if there are such ranks and the stop button was pressed; otherwise it stays pressed.
+        `unfinished` are the ranks that the error names. Raises RequestInterrupted if some were abandoned and the stop
+        button was pressed. If all have ended, the caller still has to handle a press.
         """
         self._wait_after_stop(requests, None, STOP_SECONDS)
         stuck = self._abandon_requests(requests, doing)

@@ -187,7 +187,10 @@ def _sample_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _is_changed(parameter: torch.Tensor) -> bool:
-    """Return whether the cell has created, changed or dropped the gradient of `parameter`."""
+    """Return whether the cell has created, changed or dropped the gradient of `parameter`, or may have.
+
+    A gradient of which `begin_cell` recorded no version counts as changed, such as one that no optimizer uses.
+    """
     gradient, before = parameter.grad, _Cell.gradients.get(id(parameter))
     if gradient is None:
         return before is not None

@@ -195,7 +195,7 @@ def _note_failed_work(work: Any, error: BaseException) -> None:
 
 
 def note_failure(error: BaseException, written: WrittenTensors | None = None) -> None:
-    """Note that a collective has raised `error`, and restore the tensors that it wrote; never raises."""
+    """Note that a collective has raised `error`; restore the tensors that it wrote, or report them; never raises."""
     global is_group_broken
     is_lost = c10d.is_connection_lost(error)
     is_group_broken = is_group_broken or is_lost

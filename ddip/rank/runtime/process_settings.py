@@ -347,7 +347,11 @@ def end_cell(error: BaseException | None) -> list[ChangedSetting]:
 
 
 def _names_in_cut_off_code(error: BaseException | None) -> set[str]:
-    """Return the names in the code of functions that `error` ended before they could restore settings."""
+    """Return the names in code that `error` may have ended before it could restore settings.
+
+    That is code of libraries and of ``with`` statements in the tracebacks of `error` and its causes. Any error adds
+    FILTERS; ``environ`` counts only in ``with`` statements, since most functions only read it.
+    """
     names: set[str] = set() if error is None else {FILTERS}
     for link in _error_chain(error):
         for code, in_with in _cut_off_code(link.__traceback__):
