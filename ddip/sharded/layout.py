@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-try:
-    tensors: Any = importlib.import_module("torch.distributed.tensor")
-except ImportError:  # torch 2.4
+tensors: Any = importlib.import_module("torch.distributed.tensor")
+if not hasattr(tensors, "DTensor"):  # torch 2.4
     tensors = importlib.import_module("torch.distributed._tensor")
 of_tensors: Any = importlib.import_module(f"{tensors.__name__}._utils")
 DTensor: Any = tensors.DTensor

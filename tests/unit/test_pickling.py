@@ -131,7 +131,7 @@ def test_storages_arrive() -> None:
         torch.ones(LARGE, dtype=torch.cfloat).conj(),
         torch.eye(LARGE // 100).to_sparse(),
         torch.nn.Parameter(torch.ones(LARGE)),
-        torch.ones(LARGE).as_subclass(torch.nn.Buffer),
+        torch.ones(LARGE).as_subclass(getattr(torch.nn, "Buffer", torch.nn.Parameter)),
         torch.empty(0),
     ],
     ids=["long", "bfloat16", "conjugated", "sparse", "parameter", "subclass", "empty"],

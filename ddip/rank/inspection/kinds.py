@@ -317,10 +317,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter))  # Buffer: torch 2.5
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory can be read; False for subclasses with ``__torch_dispatch__``."""
     kind = type(tensor)
-    return kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or "__torch_dispatch__" not in {
+    return kind in PLAIN_TENSORS or "__torch_dispatch__" not in {
         name for base in mro_of(kind)[:-2] for name in _dict_of(base) if base not in (torch.Tensor, torch._C.TensorBase)
     }
 

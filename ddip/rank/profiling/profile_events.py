@@ -69,11 +69,17 @@ def read_events(events: Iterable[Any], main_thread: int, recorded: RecordedEvent
                 layers.network.append(moment)
         elif name.startswith(LOADER) and thread == main_thread:
             layers.loading.append(moment)
-        elif not event.is_user_annotation():
+        elif not _is_annotation(event):
             on_threads[thread].append(moment)
     for thread, ops in on_threads.items():
         if thread not in backend_threads:
             layers.ops += ops
+
+
+def _is_annotation(event: Any) -> bool:
+    """Return whether the event is a block that the user has named with ``record_function``."""
+    ask = getattr(event, "is_user_annotation", None)  # since torch 2.5
+    return _activity_type(event) == "user_annotation" if ask is None else ask()
 
 
 def _event_kind(event: Any) -> str:
