@@ -84,8 +84,10 @@ class Notebook:
         self.pid = int(self.run("import os; print(os.getpid())").stdout)
 
     def run(self, code: str, timeout: float = 240) -> Shown:
-        """Run a cell to its end."""
-        return self.finish(self.begin(code), timeout)
+        """Run a cell to its end; again if the kernel has dropped it, as it may do just after an error."""
+        while (shown := self.finish(self.begin(code), timeout)).status == "aborted":
+            time.sleep(0.01)
+        return shown
 
     def ok(self, code: str, timeout: float = 240) -> Shown:
         """Run a cell that must not fail."""

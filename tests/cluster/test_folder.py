@@ -174,9 +174,10 @@ def test_removing_the_folder_leaves_the_group_unchanged(
     assert [member.pid for member in group.members] == former
 
 
-def test_an_exit_requested_by_ipython_does_not_cause_a_hang(in_a_removed_folder: None) -> None:
-    """IPython programs exit if they cannot create their profile; without the check, ddip waits forever."""
+def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(GroupError, match="IPython .*profile"):
+    (tmp_path / "profile_default").touch()  # not a folder
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    with pytest.raises(GroupError, match="profile_default.* IPYTHONDIR"):
         OwnCluster(logging.getLogger("ddip"), fork=False)
     assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before

@@ -397,13 +397,13 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
 
 
 def test_additional_objects_are_named_and_updated_until_ranks_assign_them(notebook: Notebook) -> None:
-    notebook.ok("%makedip -n 2\nlr, cfg = 1, {'a': 1}\ndef f(): return lr, cfg['a']")
-    assert "ddip: pushed f, with lr, cfg, which functions of it read: " in notebook.ok("%dipush f").text
-    notebook.ok("lr, cfg = 2, {'a': 2}\n%dipush f")
+    notebook.ok("%makedip -n 2\nlr, setting = 1, {'a': 1}\ndef f(): return lr, setting['a']")
+    assert "ddip: pushed f, with lr, setting, which functions of it read: " in notebook.ok("%dipush f").text
+    notebook.ok("lr, setting = 2, {'a': 2}\n%dipush f")
     assert "(2, 2)" in notebook.ok("%%dip\nprint(f())").text
     notebook.ok("%%dip\nlr = 5")
-    shown = notebook.ok("lr, cfg = 3, {'a': 3}\n%dipush f").text
-    assert "ddip: pushed f, with cfg, which" in shown
+    shown = notebook.ok("lr, setting = 3, {'a': 3}\n%dipush f").text
+    assert "ddip: pushed f, with setting, which" in shown
     assert "(5, 3)" in notebook.ok("%%dip\nprint(f())").text
     notebook.ok("%%dip\nscale = 4\ndef g(): return scale")
     assert "pulled g, with scale, which functions of it read: " in notebook.ok("%dipull g").text

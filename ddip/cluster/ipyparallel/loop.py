@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
 import threading
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
-from ddip.errors import GroupError
 from ddip.guard import Guard
 
 T = TypeVar("T")
@@ -51,21 +49,6 @@ class Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self.thread.join()
         self._loop.close()
-
-
-async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and raise GroupError in place of SystemExit.
-
-    IPython raises SystemExit if it cannot use its profile, which would interrupt the loop without showing an error.
-    """
-    try:
-        return await work
-    except SystemExit:
-        where = os.environ.get("IPYTHONDIR") or "~/.ipython"
-        raise GroupError(
-            "IPython cannot use its profile (see the log of this kernel); check free space and write permission in "
-            f"{where}"
-        ) from None
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -39,7 +39,7 @@ from ddip.cluster.ipyparallel.launchers import (
     make_client,
     processes_of,
 )
-from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end, without_exit
+from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end
 from ddip.cluster.processes import ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
 from ddip.cluster.processes.host import has_ipython_folder, process_environment
@@ -96,8 +96,12 @@ class OwnCluster(OnHosts, Channels):
             self._ipp: OwnIppCluster = self._run_on_loop(self._make_ipp_cluster(log))
             self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
             self._record()
-        except BaseException:
+        except BaseException as error:
             self._end_loop()
+            if isinstance(error, OSError):
+                raise GroupError(
+                    f"IPython cannot use its profile: {error}; check the folder, or set IPYTHONDIR"
+                ) from None
             raise
 
     async def _make_ipp_cluster(self, log: logging.Logger) -> OwnIppCluster:
@@ -117,7 +121,7 @@ class OwnCluster(OnHosts, Channels):
         )
 
     def _run_on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        return self._loop.run(without_exit(work), timeout)
+        return self._loop.run(work, timeout)
 
     def ensure_controller(self) -> None:
         """Raise GroupError if the controller process has ended, so that no engine can be reached."""
