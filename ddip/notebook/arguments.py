@@ -303,8 +303,8 @@ def asks_for_a_group(args: Any) -> bool:
 def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str, str]]:
     """Return the names in `typed`, and the new name of each one that ``as`` follows; raises BadInput.
 
-    >>> split_renames(["loss", "model", "as", "best"], "%dipull")
-    (['loss', 'model'], {'model': 'best'})
+    >>> split_renames(["loss,model", "as", "best"], "%dipull")
+    (['loss,model'], {'model': 'best'})
     """
     names: list[str] = []
     renames: dict[str, str] = {}
@@ -316,7 +316,7 @@ def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str
         name = next(words, "").removesuffix(",")
         if not names or not name.isidentifier():
             raise BadInput(f"{magic} {' '.join(typed)}: type a name on each side of as, such as {magic} model as best")
-        renames[names[-1]] = name
+        renames[names[-1].rpartition(",")[2]] = name
     return names, renames
 
 
