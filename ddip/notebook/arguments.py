@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import keyword
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -314,7 +315,7 @@ def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str
             names.append(word)
             continue
         name = next(words, "").removesuffix(",")
-        if not names or not name.isidentifier():
+        if not names or not name.isidentifier() or keyword.iskeyword(name):
             raise BadInput(f"{magic} {' '.join(typed)}: type a name on each side of as, such as {magic} model as best")
         renames[names[-1].rpartition(",")[2]] = name
     return names, renames

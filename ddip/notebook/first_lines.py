@@ -23,15 +23,20 @@ def skip_comments(text: str) -> str:
 def begin_with_dip(lines: list[str]) -> list[str]:
     r"""Remove what is above the ``%%dip`` of a cell, if that is only comments; IPython calls this for each cell.
 
-    A cell without more lines gets an empty one, as IPython would refuse it: ``%%dip -a mends`` needs no code.
-
     >>> begin_with_dip(["# train\n", " %%dip\n", "fit()\n"])
     ['%%dip\n', 'fit()\n']
     >>> begin_with_dip(["# not a magic\n", "fit()\n"])
     ['# not a magic\n', 'fit()\n']
     """
     cell = skip_comments("".join(lines))
-    if not DIP.match(cell):
-        return lines
-    found = cell.splitlines(keepends=True)
-    return found if len(found) > 1 else [f"{cell.rstrip()}\n", "\n"]
+    return cell.splitlines(keepends=True) if DIP.match(cell) else lines
+
+
+def fill_empty_cell(lines: list[str]) -> list[str]:
+    """Add an empty line to a ``%%dip`` without more lines, which IPython would refuse: ``-a mends`` needs no code."""
+    return [f"{lines[0].rstrip()}\n", "\n"] if len(lines) == 1 and DIP.match(lines[0]) else lines
+
+
+fill_empty_cell.has_side_effects = True  # type: ignore[attr-defined]  # not used to find out whether input is complete
+TRANSFORMERS = (begin_with_dip, fill_empty_cell)
+"""The functions that IPython calls in turn for each cell while ddip is loaded."""

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ddip.errors import CellError, RankError, ranks_text
+from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify, notify_late
 from ddip.protocol import compat_ipython
 from ddip.protocol.start_methods import NOT_FORKED
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 0.2
 """Seconds to wait for rank 0's answer before the notebook answers."""
-MAGIC = re.compile(r"\s*%%dip(?:[ \t]([^\n]*))?\n")
+MAGIC = re.compile(r"%%dip(?:[ \t]([^\n]*))?\n")
 WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
 UNPICKLED = re.compile(r"popen_(forkserver|spawn_posix)\.py")
@@ -90,9 +91,10 @@ class Hints:
 
     def _code_start(self, text: str) -> int | None:
         """Return the index at which a cell's code for ranks begins; None if it will run in the notebook."""
-        found = MAGIC.match(text)
+        cell = skip_comments(text)
+        found = MAGIC.match(cell)
         if found is not None:
-            return None if "local" in (found[1] or "").split() else found.end()
+            return None if "local" in (found[1] or "").split() else len(text) - len(cell) + found.end()
         return 0 if self._autodipper.takes(text) else None
 
     def _ask_rank_0(

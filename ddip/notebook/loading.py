@@ -12,7 +12,7 @@ from ddip.cluster.processes import preload_client
 from ddip.errors import ranks_text
 from ddip.group import session
 from ddip.notebook.cell_magics import CellMagics
-from ddip.notebook.first_lines import begin_with_dip
+from ddip.notebook.first_lines import TRANSFORMERS
 from ddip.notebook.magics import DipMagics, Misplaced
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
@@ -42,7 +42,7 @@ def load_extension(shell: InteractiveShell) -> None:
     shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics))
     shell.register_magics(TrainingMagics(magics), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))
-    shell.input_transformers_cleanup.append(begin_with_dip)
+    shell.input_transformers_cleanup.extend(TRANSFORMERS)
     session.set_current(magics)
     for library, features in compat.find_off(compat_ipython.NOTEBOOK).items():
         here = [feature for feature in features if feature != compat_ipython.COMPLETION or not hasattr(shell, "kernel")]
@@ -69,8 +69,9 @@ def unload_extension(shell: InteractiveShell) -> None:
     if cell_magics is not None:
         cell_magics.close()
     magics = registry.remove_magics(shell, DipMagics.__name__)
-    if begin_with_dip in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.remove(begin_with_dip)
+    for transformer in TRANSFORMERS:
+        if transformer in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.remove(transformer)
     session.clear_current()
     if magics is not None:
         magics.end_group()

@@ -140,6 +140,10 @@ class ObjectMagics(Magics):
         typed_ranks, after_ranks = arguments.split_renames(args.ranks or ["0"], "%dipull")  # in -r 1 model as best
         renames |= after_ranks
         group, names, ranks = self._parse_names("%dipull", typed, typed_ranks)
+        stored = [renames.get(name, name) for name in names]
+        if not renames.keys() <= {*names} or len({*stored}) < len({*names}):
+            what = "type as after a variable, and another name for each, such as x as y"
+            raise BadInput(f"%dipull {line.strip()}: {what}")
         assert ranks is not None
         with self._show_transfer(
             group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}"
@@ -209,8 +213,10 @@ def _is_result_used(frame: FrameType | None) -> bool:
         caller = caller.f_back
     if caller is None:
         return False
-    following = (one.opname for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)
-    return next(following, "") not in ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")
+    names = (one.opname for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)
+    following = next(names, "")
+    is_timed = following == "RETURN_VALUE" and caller.f_code.co_name == "<module>"  # %time shows the value
+    return not is_timed and following not in ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")
 
 
 def _along_text(along: Sequence[str]) -> str:

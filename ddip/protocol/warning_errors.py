@@ -8,17 +8,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-_errors: list[Any] = []
-"""The filters that were removed."""
+_former: list[Any] = []
+"""All filters at the start of the process, in their order."""
 
 
 def set_aside() -> None:
     """Remove the filters that turn warnings into errors."""
-    _errors[:] = [entry for entry in warnings.filters if entry[0] == "error"]
+    _former[:] = warnings.filters
     warnings.filters[:] = [entry for entry in warnings.filters if entry[0] != "error"]  # type: ignore[index]
 
 
 def give_back() -> None:
-    """Put the removed filters back, before those that libraries have added."""
-    warnings.filters[:0] = _errors  # type: ignore[index]
-    _errors.clear()
+    """Put the removed filters back in their places, below those that libraries have added."""
+    added = [entry for entry in warnings.filters if entry not in _former]
+    warnings.filters[:] = [*added, *_former]  # type: ignore[index]

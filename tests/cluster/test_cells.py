@@ -267,6 +267,19 @@ def test_an_interrupt_ends_a_sleep_that_begins_with_it(cells: ddip.Group) -> Non
     assert [info.state for info in cells.info()] == ["idle", "idle"]
 
 
+def test_a_stop_that_the_cells_own_handler_takes_is_not_sent_again(cells: ddip.Group) -> None:
+    cells.run("""
+        import signal, threading, time
+        taken = []
+        former = signal.signal(signal.SIGINT, lambda *_: taken.append(1))
+        threading.Timer(0.2, get_ipython().kernel.interrupt_running_cell).start()
+        while not taken: time.sleep(0.01)
+        signal.signal(signal.SIGINT, former)
+        time.sleep(0.5)
+        assert taken == [1]
+    """)
+
+
 def test_an_interrupt_of_idle_ranks_has_no_later_effect(cells: ddip.Group) -> None:
     for _ in range(5):
         cells.interrupt()

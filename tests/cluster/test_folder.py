@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
+import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 
 import ddip
 from ddip.cluster import folder
-from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 from ddip.cluster.processes import preload_client
 from ddip.errors import GroupError
 from ddip.group.members.placement import Request
@@ -174,10 +172,9 @@ def test_removing_the_folder_leaves_the_group_unchanged(
     assert [member.pid for member in group.members] == former
 
 
-def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(threading.enumerate())
+def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "profile_default").touch()  # not a folder
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    with pytest.raises(GroupError, match="profile_default.* IPYTHONDIR"):
-        OwnCluster(logging.getLogger("ddip"), fork=False)
-    assert {thread for thread in threading.enumerate() if thread.name == "ddip-cluster"} <= before
+    code = "import ddip\ntry: ddip.Group(1)\nexcept ddip.GroupError as error: print(error)"
+    variables = {**os.environ, "IPYTHONDIR": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert re.search("IPython cannot use its profile: .*profile_default.* IPYTHONDIR", found.stdout)

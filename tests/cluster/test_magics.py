@@ -407,10 +407,14 @@ def test_pulled_values_get_other_names(notebook: Notebook) -> None:
     assert notebook.ok("a, b = %dipull x z\nprint(a, b)").stdout.endswith("\n5 [0]\n")
     assert notebook.ok("%dipull rank as r0, z as first\nprint(r0, first)").stdout.endswith("\n0 [0]\n")
     assert notebook.ok("%dipull -r 1 x as second\nprint(second)").stdout.endswith("\n6\n")
-    assert notebook.ok("%dipull x").data == []  # without an assignment, nothing is echoed
-    assert notebook.fails("%dipull x as").message == (
-        "%dipull x as: type a name on each side of as, such as %dipull model as best"
-    )
+    for line in ("%dipull x", "%time %dipull x"):  # without an assignment, nothing is echoed
+        assert notebook.ok(line).data == []
+    for line in ("x as", "as y", "x as class"):
+        assert "type a name on each side of as, such as" in notebook.fails(f"%dipull {line}").message
+    notebook.ok("x = 'mine'")
+    for line in ("x -r 1 as y", "x, as y", "x z as x"):
+        assert "type as after a variable, and another name for each" in notebook.fails(f"%dipull {line}").message
+    notebook.ok("assert x == 'mine'")
 
 
 # -- %autodip

@@ -6,7 +6,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.notebook.autodip import Autodip
-from ddip.notebook.first_lines import begin_with_dip
+from ddip.notebook.first_lines import TRANSFORMERS
 
 MINE = [
     "x = 1",
@@ -170,10 +170,11 @@ def test_code_of_a_magic_runs_where_the_magic_runs(shell: InteractiveShell, cell
 )
 def test_a_comment_may_stand_above_dip(shell: InteractiveShell, cell: str, line: str, body: str) -> None:
     transformers = shell.input_transformers_cleanup
-    transformers.append(begin_with_dip)
+    transformers += TRANSFORMERS
     Autodip(shell).on("-S all")
     try:
         assert shell.transform_cell(cell) == f"get_ipython().run_cell_magic('dip', {line!r}, {body!r})\n"
         assert "'dip'" not in shell.transform_cell("# a comment\n%dipper g\nx")
+        assert shell.check_complete("%%dip -q")[0] == "incomplete"  # a terminal waits for the code
     finally:
-        transformers.remove(begin_with_dip)
+        transformers[:] = [one for one in transformers if one not in TRANSFORMERS]

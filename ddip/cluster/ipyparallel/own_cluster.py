@@ -94,31 +94,32 @@ class OwnCluster(OnHosts, Channels):
         self._environment = process_environment(self.run_folder, preload_client.notebook_name(), mark)
         try:
             self._ipp: OwnIppCluster = self._run_on_loop(self._make_ipp_cluster(log))
-            self._profile, self._name = self._ipp.profile_dir, self._ipp.cluster_id
             self._record()
-        except BaseException as error:
+        except BaseException:
             self._end_loop()
-            if isinstance(error, OSError):
-                raise GroupError(
-                    f"IPython cannot use its profile: {error}; check the folder, or set IPYTHONDIR"
-                ) from None
             raise
 
     async def _make_ipp_cluster(self, log: logging.Logger) -> OwnIppCluster:
         profile = {} if has_ipython_folder() else {"profile_dir": str(self.run_folder / "ipython")}
-        return OwnIppCluster(
-            **profile,
-            log=log,
-            controller_launcher_class=ControllerLauncher,
-            engine_launcher_class=EngineSetLauncher,
-            cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
-            controller_ip=str(self.run_folder / ownership.SOCKETS),
-            controller_location="127.0.0.1",
-            load_profile=False,  # a mistake in ipython_config.py would end the start
-            send_engines_connection_env=False,  # engines must not wait for the controller: they import torch meanwhile
-            shutdown_atexit=False,
-            delay=0,
-        )
+        try:
+            cluster = OwnIppCluster(
+                **profile,
+                log=log,
+                controller_launcher_class=ControllerLauncher,
+                engine_launcher_class=EngineSetLauncher,
+                cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
+                controller_ip=str(self.run_folder / ownership.SOCKETS),
+                controller_location="127.0.0.1",
+                load_profile=False,  # a mistake in ipython_config.py would end the start
+                send_engines_connection_env=False,  # engines do not wait for the controller: they import torch
+                shutdown_atexit=False,
+                delay=0,
+            )
+            self._profile, self._name = cluster.profile_dir, cluster.cluster_id
+        except OSError as error:
+            where = "check this folder, or set IPYTHONDIR"
+            raise GroupError(f"IPython cannot use its profile: {error}; {where}") from None
+        return cluster
 
     def _run_on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(work, timeout)

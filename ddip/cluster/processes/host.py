@@ -139,5 +139,5 @@ def process_environment(run_folder: Path, notebook: str, mark: Mapping[str, str]
 
 def has_ipython_folder() -> bool:
     """Return whether IPython can write to its folder; otherwise each process would leave a temporary one."""
-    folder = os.environ.get("IPYTHONDIR") or os.path.join(os.path.expanduser("~"), ".ipython")
+    folder = os.path.normpath(os.path.expanduser(os.environ.get("IPYTHONDIR") or "~/.ipython"))
     return os.access(folder if os.path.isdir(folder) else os.path.dirname(folder), os.W_OK)

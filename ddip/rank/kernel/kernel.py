@@ -176,6 +176,11 @@ RESEND_SECONDS = (0.05, 0.2, 0.8)
 """Pauses before SIGINT is sent again to a main thread that has not handled it."""
 
 
+def _is_own_handler() -> bool:
+    """Return whether a handler of this module handles SIGINT, and not one of the cell's own."""
+    return getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __name__
+
+
 class _NoShellThread:
     """A stand-in for the shell thread of ipykernel 7, which an ipyparallel engine does not have.
 
@@ -366,14 +371,14 @@ class RankKernel(CellKernel):
         """
         if cell is not None and self._cell == cell:
             self._interrupt_target = cell
+            will_tell = _is_own_handler()  # a handler of the cell's own takes the signal without a trace
             self._signal(signal.SIGINT)
-            if pauses:
+            if pauses and will_tell:
                 self._call_on_control_thread(pauses[0], self._resend_interrupt, cell, pauses[1:])
 
     def _resend_interrupt(self, cell: str, pauses: Sequence[float]) -> None:
-        """Send SIGINT again if ddip's handler has not handled it; the cell's own handler does not tell."""
-        is_ours = getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __name__
-        if self._interrupt_target == cell and is_ours:
+        """Send SIGINT again if ddip's handler has not handled the last one."""
+        if self._interrupt_target == cell and _is_own_handler():
             self._interrupt_cell(cell, pauses)
 
     def _allow_interrupts(self) -> None:
