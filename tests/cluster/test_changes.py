@@ -204,7 +204,7 @@ def test_an_app_is_prepared_commanded_and_released_on_every_rank() -> None:
         group.run("import toy_app; state = toy_app.state")
         return [found["state"] for found in group.pull_all(["state"], range(group.world_size))[0]]
 
-    with pytest.raises(BadInput, match="-a toys: .*, toy$"):
+    with pytest.raises(BadInput, match="-a toys: .*type -a toy$"):
         ddip.Group(1, app="toys")
     with ddip.Group(1) as group:
         group.run("kept = 1")
