@@ -21,7 +21,7 @@ def skip_comments(text: str) -> str:
 
 
 def begin_with_dip(lines: list[str]) -> list[str]:
-    r"""Remove what is above the ``%%dip`` of a cell, if that is only comments; IPython calls this for each cell.
+    r"""Remove comments and empty lines above the ``%%dip`` of a cell, and its indentation.
 
     >>> begin_with_dip(["# train\n", " %%dip\n", "fit()\n"])
     ['%%dip\n', 'fit()\n']
@@ -33,7 +33,10 @@ def begin_with_dip(lines: list[str]) -> list[str]:
 
 
 def fill_empty_cell(lines: list[str]) -> list[str]:
-    """Add an empty line to a ``%%dip`` without more lines, which IPython would refuse: ``-a mends`` needs no code."""
+    """Add an empty line to a ``%%dip`` that stands alone.
+
+    IPython would refuse such a cell, although ``%%dip -a mends`` needs no code.
+    """
     return [f"{lines[0].rstrip()}\n", "\n"] if len(lines) == 1 and DIP.match(lines[0]) else lines
 
 

@@ -140,8 +140,7 @@ class ObjectMagics(Magics):
         typed_ranks, after_ranks = arguments.split_renames(args.ranks or ["0"], "%dipull")  # in -r 1 model as best
         renames |= after_ranks
         group, names, ranks = self._parse_names("%dipull", typed, typed_ranks)
-        stored = [renames.get(name, name) for name in names]
-        if not renames.keys() <= {*names} or len({*stored}) < len({*names}):
+        if not renames.keys() <= {*names} or len({renames.get(name, name) for name in names}) < len({*names}):
             what = "type as after a variable, and another name for each, such as x as y"
             raise BadInput(f"%dipull {line.strip()}: {what}")
         assert ranks is not None
@@ -209,8 +208,6 @@ def _is_result_used(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_name != "run_line_magic":
         frame = frame.f_back
     caller = None if frame is None else frame.f_back
-    while caller is not None and caller.f_code.co_name in ("run_line_magic", "wrapper", "wrapped"):
-        caller = caller.f_back
     if caller is None:
         return False
     names = (one.opname for one in dis.get_instructions(caller.f_code) if one.offset > caller.f_lasti)

@@ -118,7 +118,10 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         os.register_at_fork(after_in_child=unblock)
 
     def redirect_output(self, iopub_socket: Any) -> None:
-        """Send stdout and stderr to the notebook from now on, after the startup files, and apply the user's filters."""
+        """Send stdout and stderr to the notebook, and apply the user's filters of warnings.
+
+        ipyparallel calls this after the startup files.
+        """
         super().redirect_output(iopub_socket)
         warning_errors.give_back()
         self.kernel.keep_streams(sys.stdout, sys.stderr)

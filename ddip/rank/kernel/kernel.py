@@ -286,7 +286,7 @@ class RankKernel(CellKernel):
     # the reply, and the notebook would wait indefinitely.
 
     def keep_streams(self, stdout: RankStream, stderr: RankStream) -> None:
-        """Use these streams for the output of cells; called when they have become ``sys.stdout`` and ``sys.stderr``."""
+        """Use these streams of ``sys.stdout`` and ``sys.stderr`` for the output of cells from now on."""
         self._streams = stdout, stderr
 
     def pre_handler_hook(self) -> None:
