@@ -18,6 +18,7 @@ import ddip
 from ddip.errors import BadInput, CellInterrupted
 
 from .leftovers import collection_counts, wait_until
+from .meanwhile import meanwhile, press_stop
 from .notebook import ANSI
 from .rank_errors import raises_on_ranks
 
@@ -316,6 +317,15 @@ def test_an_interrupted_cell_shows_earlier_errors_of_other_ranks(cells: ddip.Gro
     assert "ValueError: the cause" in shown and shown.endswith(
         "KeyboardInterrupt: the cell was interrupted on ranks 0, 1"
     )
+
+
+def test_an_interrupted_print_shows_only_lines_of_the_cell(cells: ddip.Group, tmp_path: Path) -> None:
+    thread = meanwhile(lambda: len(list(tmp_path.iterdir())) == 2, press_stop)
+    with pytest.raises(CellInterrupted) as caught:
+        cells.run(f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').close()\nwhile True: print()")
+    thread.join()
+    for error in caught.value.by_rank.values():
+        assert error.traceback.rstrip().splitlines()[-2:] == ["    while True: print()", "KeyboardInterrupt"]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,18 @@ def test_python_tracebacks_omit_the_frames_ipython_tracebacks_omit() -> None:
     assert "in between" in "".join(users)
 
 
+def test_an_interrupted_print_ends_in_code_of_the_user() -> None:
+    """An interrupt mostly lands in the code below ``print``, which the user has not called."""
+    for kind, shows_output_path in ((KeyboardInterrupt, False), (OSError, True)):
+        stdlib: dict[str, Any] = {"__name__": "threading", "error": kind()}
+        exec("def wait(): raise error", stdlib)
+        stream: dict[str, Any] = {"__name__": "ddip.rank.streams.streams", "below": stdlib["wait"]}
+        exec("def write_stream(): below()", stream)
+        error = exception_of("def users(): below()\nusers()", __name__="__main__", below=stream["write_stream"])
+        text = "".join(format_error(error, None).traceback)
+        assert "in users" in text and ("in write_stream" in text) == ("in wait" in text) == shows_output_path
+
+
 @pytest.mark.parametrize(
     "rich",
     [lambda: time.sleep(1000), lambda: 1 / 0, lambda: [3], lambda: ["x" * (CHARACTERS + 1)], lambda: sys.exit(), None],

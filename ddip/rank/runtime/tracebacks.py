@@ -250,7 +250,10 @@ def _python_traceback(links: Sequence[BaseException], left_out: int, found: _Res
 
 
 def _format_error(error: BaseException, found: _Results, depth: int) -> list[str]:
-    lines = _format_frames(attribute_of(error, "__traceback__"))
+    walked = list(traceback.walk_tb(without_ours(attribute_of(error, "__traceback__"))))
+    if isinstance(error, KeyboardInterrupt):
+        walked = _without_output_path(walked)
+    lines = _format_frames(walked)
     if isinstance(error, SyntaxError):
         lines += traceback.format_exception_only(type(error), error)[:-1]
     lines.append(_last_line(error, found))
@@ -297,9 +300,23 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
     return found
 
 
-def _format_frames(trace: TracebackType | None) -> list[str]:
-    """Return the frames of a traceback as text, innermost last; leave out repetitions and middle ones."""
-    walked = list(traceback.walk_tb(without_ours(trace)))
+def _without_output_path(walked: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
+    """Cut the innermost frames, with line numbers, that carry what a cell prints: ddip's, ipykernel's and zmq's.
+
+    A cell that prints is mostly interrupted there, in code that the user has not called.
+    """
+    end = len(walked)
+    for i in reversed(range(len(walked))):
+        package = str(walked[i][0].f_globals.get("__name__")).partition(".")[0]
+        if package in ("ddip", "ipykernel", "zmq"):
+            end = i
+        elif package not in sys.stdlib_module_names:
+            break
+    return walked[:end]
+
+
+def _format_frames(walked: list[tuple[FrameType, int]]) -> list[str]:
+    """Return frames with line numbers as text, innermost last; leave out repetitions and middle ones."""
     lines = [(frame.f_code, number) for frame, number in walked]
     count: collections.Counter[tuple[CodeType, int]] = collections.Counter()
     shown = []
