@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,3 +136,44 @@ def test_a_group_works_with_few_descriptors_and_private_files(new_notebook: Call
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         os.umask(mask)
     use_group(notebook)
+
+
+@pytest.mark.grid
+def test_a_group_starts_despite_configurations_that_fail(
+    tmp_path: Path, new_notebook: Callable[[], Notebook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(tmp_path / "ipython")
+    jupyter = tmp_path / "jupyter"
+    jupyter.mkdir()
+    for program in ("ipcluster", "ipcontroller", "ipengine", "ipython_kernel", "ipython"):
+        (tmp_path / "ipython" / "profile_default" / f"{program}_config.py").write_text("1 / 0\n")
+    (jupyter / "jupyter_config.json").write_text("{")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(jupyter))
+    use_group(new_notebook())
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root can mount a file system")
+@pytest.mark.parametrize(
+    "small",
+    [
+        "mount -t tmpfs -o size=64m none /dev/shm",
+        "mount -t tmpfs -o size=1m none $TMPDIR && ! cat /dev/zero > $TMPDIR/all",
+    ],
+    ids=["shared_memory_of_64_MB", "a_full_TMPDIR"],
+)
+def test_a_group_works_with_a_small_file_system(small: str, tmp_path: Path) -> None:
+    """Run this module's test of a locale on the file system, which only the processes of that run see."""
+    (tmp_path / "small").mkdir()
+    test = "tests/cluster/test_untidy.py::test_a_group_works_in_this_environment[locale]"
+    again = (
+        f"exec {sys.executable} -m pytest -q -n0 -m grid -p no:cacheprovider --basetemp={tmp_path / 'base'} '{test}'"
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{small} && {again}"],
+        env={**os.environ, "TMPDIR": str(tmp_path / "small")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
