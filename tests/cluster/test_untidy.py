@@ -156,14 +156,11 @@ def test_a_group_starts_despite_configurations_that_fail(
 @pytest.mark.grid
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root can mount a file system")
 @pytest.mark.parametrize(
-    "small",
-    [
-        "mount -t tmpfs -o size=64m none /dev/shm",
-        "mount -t tmpfs -o size=1m none $TMPDIR && ! cat /dev/zero > $TMPDIR/all",
-    ],
+    "mount",
+    ["size=64m none /dev/shm", "size=1m none $TMPDIR && ! cat /dev/zero > $TMPDIR/all"],
     ids=["shared_memory_of_64_MB", "a_full_TMPDIR"],
 )
-def test_a_group_works_with_a_small_file_system(small: str, tmp_path: Path) -> None:
+def test_a_group_works_with_a_small_file_system(mount: str, tmp_path: Path) -> None:
     """Run this module's test of a locale on the file system, which only the processes of that run see."""
     (tmp_path / "small").mkdir()
     test = "tests/cluster/test_untidy.py::test_a_group_works_in_this_environment[locale]"
@@ -171,7 +168,7 @@ def test_a_group_works_with_a_small_file_system(small: str, tmp_path: Path) -> N
         f"exec {sys.executable} -m pytest -q -n0 -m grid -p no:cacheprovider --basetemp={tmp_path / 'base'} '{test}'"
     )
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"{small} && {again}"],
+        ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o {mount} && {again}"],
         env={**os.environ, "TMPDIR": str(tmp_path / "small")},
         capture_output=True,
         text=True,
