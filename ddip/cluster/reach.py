@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from ddip.errors import GroupError
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+"""Names of the notebook's machine, which needs no ssh."""
+
 
 @dataclass(frozen=True)
 class Seat:

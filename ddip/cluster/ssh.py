@@ -12,6 +12,12 @@ MISSED_BEATS = 40
 """Unanswered heartbeats after which ssh gives up: a host that is silent for so long is useless even if its kernel
 acknowledges. ``links.py`` notices a cut link earlier."""
 
+SHELL_MARKER = "#ddip shell"
+"""Line that the host's shell prints when it has come to ddip's command."""
+NOT_RUN = (
+    "its login shell did not run ddip's command; look in its ~/.bashrc and ~/.profile for a line that waits for input, "
+    "starts another shell or exits, and in its sshd_config for ForceCommand"
+)
 DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
 
 
@@ -38,13 +44,15 @@ def agent_command(host: str, python: str, setup: str) -> list[str]:
 def agent_line(python: str, setup: str) -> str:
     """Return a shell line that starts the agent on another host; arguments as in `agent_command`."""
     agent = "-P -m ddip.cluster.hosts.agent"
+    begin = f"echo '{SHELL_MARKER}'"
     if setup:
-        line = f"{setup} && exec {shlex.quote(python or 'python')} {agent}"
+        line = f"{begin}; {setup} && exec {shlex.quote(python or 'python')} {agent}"
         return f"exec bash -lc {shlex.quote(line)}"
     if python:
-        return f"exec {shlex.quote(python)} {agent}"
+        return f"{begin}; exec {shlex.quote(python)} {agent}"
     ours = shlex.quote(sys.executable)
-    return f"exec sh -c {shlex.quote(f'if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi')}"
+    line = f"if [ -x {ours} ]; then exec {ours} {agent}; else exec python3 {agent}; fi"
+    return f"{begin}; exec sh -c {shlex.quote(line)}"
 
 
 def explain_failure(host: str, output: str, python: str, setup: str) -> str:

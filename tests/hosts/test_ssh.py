@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,9 +117,19 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
         {"interfaces": [DOCKER]},
         {"interface": "net7", "interfaces": [Interface("eth0", "10.99.0.12/24")]},
         {"bashrc": "echo hello; echo world >&2"},
+        {"bashrc": "read -t 1 line; umask 777"},
         {"sshd": ["AllowStreamLocalForwarding no", "AllowTcpForwarding no", "DisableForwarding yes"]},
     ],
-    ids=["same name", "127.0.1.1", "unresolvable", "docker", "two interfaces", "bashrc", "no forwarding"],
+    ids=[
+        "same name",
+        "127.0.1.1",
+        "unresolvable",
+        "docker",
+        "two interfaces",
+        "bashrc",
+        "bashrc reads",
+        "no forwarding",
+    ],
 )
 def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object]) -> None:
     with hosts["h2"].booted(**trap), ddip.Group(hosts="h1:1,h2:1") as group:
@@ -137,13 +148,32 @@ def test_unusual_hosts_can_form_a_group(hosts: Network, trap: dict[str, object])
         ("h2", {"path": BARE, "python": "python3"}, r"h2: .*'ddip'\); install ddip"),
         ("h2", {"python": "/no/such/python"}, "h2: .*No such file or directory; .*/no/such/python"),
         ("h2", {"setup": "module load cuda"}, "h2: .*module: .*not found; .*--setup 'module load cuda'"),
+        ("h2", {"bashrc": "echo enough; exit 0"}, "h2: its login shell did not run .*~/.bashrc.*'enough'"),
+        ("h2", {"sshd": ["ForceCommand /usr/bin/echo only this"]}, "h2: its login shell.*ForceCommand.*'only this'"),
     ],
-    ids=["no such host", "no permission", "no ddip", "no python", "set up"],
+    ids=["no such host", "no permission", "no ddip", "no python", "set up", "bashrc exits", "other command"],
 )
 def test_a_host_that_cannot_be_used_says_why(hosts: Network, names: str, trap: dict[str, Any], text: str) -> None:
     reach = Reach(python=trap.pop("python", ""), setup=trap.pop("setup", ""))
     with hosts["h2"].booted(**trap), pytest.raises(GroupError, match=text):
         ddip.Group(1, hosts=f"h1,{names}", reach=reach)
+
+
+def test_a_login_shell_that_waits_for_input_is_reported(hosts: Network) -> None:
+    notes: list[str] = []
+    with hosts["h2"].booted(bashrc="exec sh -i"), pytest.raises(GroupError, match="h2: its login shell did not run"):
+        ddip.Group(1, hosts="h1,h2", timeout=16, progress=lambda text, share=None: notes.append(text))
+    assert any(note.startswith("ddip: waiting for h2: its login shell") for note in notes)
+
+
+def test_a_stdin_that_ends_at_once_is_reported(hosts: Network) -> None:
+    config = Path.home() / ".ssh" / "config"  # of nb
+    config.write_text("Host h2\n  StdinNull yes\n")
+    try:
+        with pytest.raises(GroupError, match="h2: stdin ended .*StdinNull"):
+            ddip.Group(1, hosts="h1,h2")
+    finally:
+        config.unlink()
 
 
 def test_each_host_that_cannot_be_used_is_named(hosts: Network) -> None:

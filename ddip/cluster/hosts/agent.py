@@ -245,6 +245,7 @@ def _ssh_ports() -> list[tuple[int, int]]:
 
 def main() -> None:
     """Write MARKER, and serve the notebook on stdin and stdout."""
+    os.umask(os.umask(0o077) & 0o077)  # a mask of the owner's own bits would make the run folder unusable
     near, far = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -253,7 +254,7 @@ def main() -> None:
     try:
         agent = Agent(near, far)
     except EOFError:
-        return
+        sys.exit("stdin ended before the notebook's first message; does ~/.ssh/config set StdinNull for this host?")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: threading.Thread(target=agent.leave, daemon=True).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,11 +14,11 @@ from ddip.cluster.hosts.remote_host import RemoteHost
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import Host, HostLost, LocalHost
 from ddip.cluster.processes.on_host import Facts
-from ddip.cluster.reach import Reach
+from ddip.cluster.reach import THIS_MACHINE, Reach
 from ddip.errors import GroupError
 
-HERE = ("localhost", "127.0.0.1", "::1")
-"""Names of the notebook's machine, which needs no ssh."""
+SILENT_SECONDS = 12.0
+"""Time without an answer after which the start says why a host may not have answered: just above ssh's own limit."""
 
 
 class Hosts:
@@ -32,7 +32,7 @@ class Hosts:
         """The controller's connection information for engines of each remote host, as JSON by host number."""
         self.all: list[Host] = []
         try:
-            for number, name in enumerate(names or [HERE[0]]):
+            for number, name in enumerate(names or [THIS_MACHINE[0]]):
                 self.all.append(self._open(number, name))
         except BaseException:
             for host in self.remote:
@@ -40,7 +40,7 @@ class Hosts:
             raise
 
     def _open(self, number: int, name: str) -> Host:
-        if name in HERE and not self.reach.cluster:
+        if name in THIS_MACHINE and not self.reach.cluster:
             return LocalHost(self._run_folder)
         directory = on_host.working_directory() if self.reach.directory is None else self.reach.directory
         return RemoteHost(name, self._way.command(number, name), directory)
@@ -58,18 +58,22 @@ class Hosts:
         faults, remote = [], self.remote
         for count, host in enumerate(remote):
             progress(f"ddip: {count} of {len(remote)} hosts reached")
-            faults += self._wait_for_host(host, deadline)
+            faults += self._wait_for_host(host, deadline, progress)
         if faults:
             raise GroupError("\n".join(faults))
 
-    def _wait_for_host(self, host: RemoteHost, deadline: float) -> list[str]:
+    def _wait_for_host(
+        self, host: RemoteHost, deadline: float, progress: Callable[[str], None] = lambda text: None
+    ) -> list[str]:
         """Wait for a host, and return the reasons why it cannot be used; empty if it can."""
         try:
-            host.wait(max(0.1, deadline - time.monotonic()))
-        except HostLost:
-            return [self._way.why_lost(host.name, host.said)]
-        except concurrent.futures.TimeoutError:
-            return [f"{host.name}: it has not answered in time; -t SECONDS waits longer"]
+            try:
+                host.wait(min(SILENT_SECONDS, max(0.1, deadline - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                progress(f"ddip: waiting for {self._way.explain_failure(host)}")
+                host.wait(max(0.1, deadline - time.monotonic()))
+        except (HostLost, concurrent.futures.TimeoutError):
+            return [self._way.explain_failure(host)]
         fault = explain_mismatch(on_host.collect_facts(), host.facts) or self._folder_fault(host)
         return [f"{host.name}: {fault}"] if fault else []
 

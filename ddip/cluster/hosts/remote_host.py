@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from ddip.cluster import ssh
 from ddip.cluster.hosts import agent
 from ddip.cluster.hosts.relay import FRAME, Relay, Sender
 from ddip.cluster.processes import links, on_host, preload_client, processes
@@ -29,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "HF_", "CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED")
 """Variables of the notebook's environment, or their prefixes, that ranks on other hosts also get."""
-NOISE_LINES = 12
+NOISE_LINES, NOISE_BYTES = 12, 4096
 LOOK_SECONDS = 1.0
 """Interval between checks of the connection."""
 PAUSE_SECONDS = 0.02
@@ -52,9 +53,13 @@ class RemoteHost:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._agent_runs = False
+        """True once the agent has written its MARKER; earlier, a line of the host's shell could read messages."""
         self._guard = Guard(f"a message of the agent on {name} could not be used", pause_seconds=PAUSE_SECONDS)
+        self._before = bytearray()
+        """The end of the host's output on stdout before the agent runs."""
         self._said = bytearray()
-        """Output on the agent's stderr, or before the agent has begun."""
+        """The end of the output on stderr."""
         try:
             self._process = subprocess.Popen(
                 command,
@@ -74,13 +79,12 @@ class RemoteHost:
         self._relay = Relay(self._to_agent.send_frame, f"ddip-relay-{name}")
         self._link = links.Watch(lambda: on_host.ports_of(self.pid))
         self.children = Children(self._send, lambda pid: None)  # only the agent can kill them
-        begin: agent.Begin = {
+        self._begin: agent.Begin = {
             "notebook": preload_client.notebook_name(),
             "variables": {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
             "directory": directory,
             "path": _portable_path(),
         }
-        self._send(begin=begin)
         self._noise = threading.Thread(target=self._read_noise, name=f"ddip-host-{name}", daemon=True)
         self._noise.start()
         self._reader = threading.Thread(target=self._read, name=f"ddip-host-{name}", daemon=True)
@@ -102,10 +106,20 @@ class RemoteHost:
         self._facts.result(seconds)
 
     @property
+    def exit_code(self) -> int | None:
+        """Exit code of the local process; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def shell_has_run(self) -> bool:
+        """True if the host's shell has got as far as ddip's command."""
+        return self._agent_runs or f"{ssh.SHELL_MARKER}\n".encode() in self._before
+
+    @property
     def said(self) -> str:
-        """The last lines of output outside the protocol."""
-        lines = self._said.decode(errors="replace").splitlines()[-NOISE_LINES:]
-        return "\n".join(line for line in lines if line.strip())
+        """The last lines of output outside the protocol, stderr's at the end."""
+        lines = b"\n".join((self._before, self._said)).decode(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.strip() and line != ssh.SHELL_MARKER][-NOISE_LINES:])
 
     def fork(
         self,
@@ -182,6 +196,8 @@ class RemoteHost:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             if self._skip_noise():
+                self._send(begin=self._begin)
+                self._agent_runs = True
                 while True:
                     message = self._from_agent.recv_bytes()
                     with self._guard:
@@ -209,7 +225,7 @@ class RemoteHost:
         while not self._ended.wait(LOOK_SECONDS):
             with self._guard:
                 now = time.monotonic()
-                if now > last_beat + links.BEAT_SECONDS:
+                if self._agent_runs and now > last_beat + links.BEAT_SECONDS:
                     last_beat = now
                     self._send(beat=now)
                 if not self._link.is_lost():
@@ -219,13 +235,13 @@ class RemoteHost:
 
     def _skip_noise(self) -> bool:
         """Skip the output of the host's shell; return False if it ends before the agent begins."""
-        before = bytearray()
-        while not before.endswith(agent.MARKER):
+        while not self._before.endswith(agent.MARKER):
             byte = os.read(self._from_agent.fileno(), 1)
             if not byte:
-                self._said[:0] = before
                 return False
-            before += byte
+            self._before += byte
+            del self._before[:-NOISE_BYTES]
+        self._before.clear()
         return True
 
     def _read_noise(self) -> None:
@@ -233,7 +249,7 @@ class RemoteHost:
         with self._process.stderr as stderr:
             while some := os.read(stderr.fileno(), 4096):
                 self._said += some
-                del self._said[:-4096]
+                del self._said[:-NOISE_BYTES]
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         match message:

@@ -24,6 +24,9 @@ from ddip.cluster.processes.host import HostLost
 from ddip.cluster.reach import Attachment, Reach
 from ddip.errors import GroupError
 
+SSH_FAILED = 255
+"""Exit code of ssh if it failed itself, rather than the command that it ran."""
+
 
 class Way(Protocol):
     """A way to reach the hosts of one cluster."""
@@ -31,8 +34,8 @@ class Way(Protocol):
     def command(self, number: int, name: str) -> list[str]:
         """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
-    def why_lost(self, name: str, output: str) -> str:
-        """Return the message for host `name`, whose agent did not start, from the `output` of its command."""
+    def explain_failure(self, host: RemoteHost) -> str:
+        """Explain why the agent of `host` did not start, or has not started yet."""
 
 
 class Ssh:
@@ -45,9 +48,12 @@ class Ssh:
         """Return the ssh command that starts the agent of host `number`."""
         return ssh.agent_command(name, self._reach.python, self._reach.setup)
 
-    def why_lost(self, name: str, output: str) -> str:
-        """Return the message for host `name`, whose agent did not start, from the `output` of ssh."""
-        return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
+    def explain_failure(self, host: RemoteHost) -> str:
+        """Explain why the agent of `host` did not start, or has not started yet, from the output of ssh."""
+        if not host.shell_has_run and host.exit_code != SSH_FAILED:
+            last = host.said.rpartition("\n")[2]
+            return f"{host.name}: {ssh.NOT_RUN}" + (f" (its last output: {last!r})" if last else "")
+        return _explain_output(host, self._reach.python, self._reach.setup)
 
 
 class Srun:
@@ -62,10 +68,9 @@ class Srun:
         line = ssh.agent_line(self._reach.python, self._reach.setup)
         return ["env", *unset, *slurm.step_command(self._reach.jobs[number], name), "sh", "-c", line]
 
-    def why_lost(self, name: str, output: str) -> str:
-        """Return the message for node `name`, whose agent did not start, from the `output` of srun."""
-        output = output or "srun has ended; its job may be over"
-        return ssh.explain_failure(name, output, self._reach.python, self._reach.setup)
+    def explain_failure(self, host: RemoteHost) -> str:
+        """Explain why the agent of the node `host` did not start, or has not started yet, from the output of srun."""
+        return _explain_output(host, self._reach.python, self._reach.setup, "srun has ended; its job may be over")
 
 
 class Attached:
@@ -85,14 +90,21 @@ class Attached:
         ours = [sys.executable, "-P", "-m", "ddip.cluster.attach.near_end"]
         return [*ours, self._attachment.file, engines, python, self._setup]
 
-    def why_lost(self, name: str, output: str) -> str:
-        """Explain the `output` of the local process, and name the engines' Python if the user chose none."""
-        if GONE in output:
-            last = output.strip().rpartition("\n")[2]
-            return f"{name}: {last}; start that cluster again, then type %makedip -r"
-        python = next((seat.python for seat in self._attachment.seats if seat.name == name), "")
-        reason = ssh.explain_failure(name, output, self._python, self._setup)
+    def explain_failure(self, host: RemoteHost) -> str:
+        """Explain the output of the local process, and name the engines' Python if the user chose none."""
+        if GONE in host.said:
+            last = host.said.strip().rpartition("\n")[2]
+            return f"{host.name}: {last}; start that cluster again, then type %makedip -r"
+        python = next((seat.python for seat in self._attachment.seats if seat.name == host.name), "")
+        reason = _explain_output(host, self._python, self._setup)
         return reason if self._python or self._setup else f"{reason} (the Python of its engines is {python})"
+
+
+def _explain_output(host: RemoteHost, python: str, setup: str, without_output: str = "") -> str:
+    """Explain the output of a command that started the agent of `host`; arguments as in ``ssh.agent_command``."""
+    if host.exit_code is None:
+        return f"{host.name}: it has not answered in time; -t SECONDS waits longer"
+    return ssh.explain_failure(host.name, host.said or without_output, python, setup)
 
 
 def choose_way(reach: Reach) -> Way:

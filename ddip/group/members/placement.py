@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddip.cluster.reach import Reach
+from ddip.cluster.reach import THIS_MACHINE, Reach
 from ddip.errors import BadInput
 from ddip.protocol.rank_spec import has_nccl
 
@@ -217,6 +217,12 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise BadInput(f"--hosts {typed}: {twice[0]} is listed twice; type it once, with the total number of its ranks")
+    here = [name for name in names if name in THIS_MACHINE]
+    if len(here) > 1:
+        raise BadInput(
+            f"--hosts {typed}: {here[0]} and {here[1]} are both this machine; type one of them, with the total number "
+            "of its ranks"
+        )
     if not hosts:
         raise BadInput(f"--hosts {typed}: type names as ssh knows them, such as --hosts h1:4,h2:4")
     return tuple(hosts)
