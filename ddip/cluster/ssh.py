@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ MISSED_BEATS = 40
 """Unanswered heartbeats after which ssh gives up: a host that is silent for so long is useless even if its kernel
 acknowledges. ``links.py`` notices a cut link earlier."""
 
+ASK_SECONDS = 5.0
+"""Time limit of ssh for printing its configuration."""
 SHELL_MARKER = "#ddip shell"
 """Line that the host's shell prints when it has come to ddip's command."""
 NOT_RUN = (
@@ -39,6 +42,15 @@ def agent_command(host: str, python: str, setup: str) -> list[str]:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     return ["ssh", "-T", *words, "--", host, agent_line(python, setup)]
+
+
+def has_proxy(host: str) -> bool:
+    """Return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand."""
+    try:
+        done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, timeout=ASK_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return any(line.startswith(("proxyjump ", "proxycommand ")) for line in done.stdout.splitlines())
 
 
 def agent_line(python: str, setup: str) -> str:

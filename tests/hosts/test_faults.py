@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -166,6 +168,36 @@ def test_a_link_cut_permanently_ends_the_ranks_behind_it(group: ddip.Group, host
     hosts["h2"].mend()
     assert group.repair() == [2, 3]
     assert_works(group)
+
+
+@pytest.fixture
+def relayed_group(hosts: Network) -> Iterator[ddip.Group]:
+    """Start two ranks on h1 and two on h2, which ssh reaches through h3."""
+    config = Path.home() / ".ssh" / "config"  # of nb
+    config.write_text("Host h2\n  ProxyJump h3\n")
+    try:
+        with ddip.Group(2, hosts="h1,h2") as group:
+            group.run(BEGIN)
+            yield group
+    finally:
+        config.unlink()
+
+
+def test_a_host_without_power_behind_a_relay_is_noticed(relayed_group: ddip.Group, hosts: Network) -> None:
+    ctypes.PyDLL(None).sleep(13)  # the notebook's interpreter is not free, and no rank is lost for that
+    assert_works(relayed_group)
+    do_in_a_second(hosts["h2"].lose_power)
+    began = time.monotonic()
+    with pytest.raises(CellError, match="h2 has sent nothing") as caught:
+        relayed_group.run(BUSY)
+    assert caught.value.by_rank[2].name == "RankEnded"
+    assert time.monotonic() - began < 20
+
+
+def test_a_host_whose_relay_lost_the_notebook_ends_all(relayed_group: ddip.Group, hosts: Network) -> None:
+    """The relay still acknowledges what the agent sends, as if the notebook existed."""
+    with hosts["h3"].parted_from(hosts["nb"]):
+        wait_until(lambda: not ddip_processes_on(hosts["h2"]), 40, "the end of the ranks behind the relay")
 
 
 @pytest.mark.parametrize("which", ["ssh", "agent", "preload process"])

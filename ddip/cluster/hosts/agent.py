@@ -19,8 +19,8 @@ and then both sides send
     {"beat": n}                     both ways, every BEAT_SECONDS
 
 It ends, with all its processes, when its stdin ends, on SIGTERM or SIGHUP, and when the notebook's host has
-acknowledged nothing for too long (``links.py``). If it is killed, the preload process ends, and then the ranks, each on
-the kernel's signal.
+acknowledged nothing for too long, or behind a relay has sent no beat (``links.py``). If it is killed, the preload
+process ends, and then the ranks, each on the kernel's signal.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class Begin(TypedDict):
     """Working directory of the ranks: the notebook's, or another; empty for the home directory."""
     path: list[str]
     """The notebook's folders for modules; the ones that exist here come first on ``sys.path``."""
+    relayed: bool
+    """True if a relay stands between, which acknowledges in the notebook's place; its beats then come in time."""
 
 
 class Agent:
@@ -74,7 +76,6 @@ class Agent:
         self._near, self._far = near, Sender(far, "ddip-sender")
         self._guard = Guard("the agent of this host failed in one step")
         self._leaving = threading.Lock()
-        self._watch = links.Watch(_ssh_ports)
         self._relay = Relay(self._far.send_frame, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
@@ -82,6 +83,7 @@ class Agent:
         self._marks: dict[int, int] = {}
         """Size of each log in bytes when the last cell was sent."""
         begin: Begin = json.loads(near.recv_bytes())["begin"]
+        self._watch = links.Watch(_ssh_ports, begin["relayed"])
         os.environ.update(begin["variables"])
         os.environ["JPY_SESSION_NAME"] = begin["notebook"]
         ownership.clear_up_orphans()

@@ -43,7 +43,7 @@ class Hosts:
         if name in THIS_MACHINE and not self.reach.cluster:
             return LocalHost(self._run_folder)
         directory = on_host.working_directory() if self.reach.directory is None else self.reach.directory
-        return RemoteHost(name, self._way.command(number, name), directory)
+        return RemoteHost(name, self._way.command(number, name), directory, self._way.is_relayed(name))
 
     @property
     def remote(self) -> list[RemoteHost]:

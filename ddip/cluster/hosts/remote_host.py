@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ddip.cluster import ssh
-from ddip.cluster.hosts import agent
+from ddip.cluster.hosts import agent, beats
 from ddip.cluster.hosts.relay import FRAME, Relay, Sender
 from ddip.cluster.processes import links, on_host, preload_client, processes
 from ddip.cluster.processes.children import Child, Children
@@ -40,10 +41,10 @@ PAUSE_SECONDS = 0.02
 class RemoteHost:
     """One host: the local process that connects to it, and the agent at its other end.
 
-    `command` starts the agent; `name` is the user's name for the host.
+    `command` starts the agent; `name` is the user's name for the host; `relayed`: a relay such as ProxyJump is between.
     """
 
-    def __init__(self, name: str, command: Sequence[str], directory: str) -> None:
+    def __init__(self, name: str, command: Sequence[str], directory: str, relayed: bool = False) -> None:
         self.name = name
         self.lost = ""
         self.run_folder = Path()
@@ -62,7 +63,7 @@ class RemoteHost:
         """The end of the output on stderr."""
         try:
             self._process = subprocess.Popen(
-                command,
+                [*((sys.executable, "-P", "-m", beats.__name__) if relayed else ()), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -77,13 +78,14 @@ class RemoteHost:
         self._process.stdin.close()
         self._process.stdout.close()
         self._relay = Relay(self._to_agent.send_frame, f"ddip-relay-{name}")
-        self._link = links.Watch(lambda: on_host.ports_of(self.pid))
+        self._link = links.Watch(lambda: on_host.ports_of(self.pid), relayed)
         self.children = Children(self._send, lambda pid: None)  # only the agent can kill them
         self._begin: agent.Begin = {
             "notebook": preload_client.notebook_name(),
             "variables": {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
             "directory": directory,
             "path": _portable_path(),
+            "relayed": relayed,
         }
         self._noise = threading.Thread(target=self._read_noise, name=f"ddip-host-{name}", daemon=True)
         self._noise.start()
@@ -185,8 +187,14 @@ class RemoteHost:
 
     def kill(self) -> None:
         """Kill the local process, which disconnects the host."""
-        self._process.kill()
+        self._kill_process()
         self._reader.join()
+
+    def _kill_process(self) -> None:
+        """Kill the local process and its children: it leads a process group of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     # -- the agent
 
@@ -231,7 +239,7 @@ class RemoteHost:
                 if not self._link.is_lost():
                     continue
                 self._said += f"\n{self.name} has sent nothing for {links.LOST_SECONDS:g} s".encode()
-                self._process.kill()
+                self._kill_process()
 
     def _skip_noise(self) -> bool:
         """Skip the output of the host's shell; return False if it ends before the agent begins."""

@@ -34,11 +34,15 @@ class Way(Protocol):
     def command(self, number: int, name: str) -> list[str]:
         """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
+    def is_relayed(self, name: str) -> bool:
+        """Return True if a relay stands between this machine and host `name`, and only beats show that both exist."""
+        return False  # srun and ipyparallel notice a lost host themselves
+
     def explain_failure(self, host: RemoteHost) -> str:
         """Explain why the agent of `host` did not start, or has not started yet."""
 
 
-class Ssh:
+class Ssh(Way):
     """Start agents by ssh, one ssh per host, as children of this process."""
 
     def __init__(self, reach: Reach) -> None:
@@ -48,6 +52,10 @@ class Ssh:
         """Return the ssh command that starts the agent of host `number`."""
         return ssh.agent_command(name, self._reach.python, self._reach.setup)
 
+    def is_relayed(self, name: str) -> bool:
+        """Return True if ssh reaches host `name` through a ProxyJump or ProxyCommand."""
+        return ssh.has_proxy(name)
+
     def explain_failure(self, host: RemoteHost) -> str:
         """Explain why the agent of `host` did not start, or has not started yet, from the output of ssh."""
         if not host.shell_has_run and host.exit_code != SSH_FAILED:
@@ -56,7 +64,7 @@ class Ssh:
         return _explain_output(host, self._reach.python, self._reach.setup)
 
 
-class Srun:
+class Srun(Way):
     """Start agents by srun, one step per node in the node's Slurm job."""
 
     def __init__(self, reach: Reach) -> None:
@@ -73,7 +81,7 @@ class Srun:
         return _explain_output(host, self._reach.python, self._reach.setup, "srun has ended; its job may be over")
 
 
-class Attached:
+class Attached(Way):
     """Start agents through engines of an ipyparallel cluster.
 
     One local process per host talks to one engine (``near_end.py``).
