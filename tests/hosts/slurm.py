@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
 
 from .host import PATH, Host, wait_for
 from .network import Network
@@ -41,6 +45,12 @@ CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # both are unused
 GPUS = "Name=gpu File=/run/slurm/gpu[0-1]\n"  # copies of /dev/null
 MUNGED = ["munged", "--foreground", "--force", "--key-file=/run/munge.key", "--seed-file=/run/munge/seed"]
 MUNGED += ["--log-file=/run/munge/log", "--pid-file=/run/munge/pid"]
+
+
+def keepers() -> list[int]:
+    """Return the PIDs of ddip's processes that hold a job, or make sure that it is cancelled."""
+    found = psutil.process_iter(["cmdline"])
+    return [process.pid for process in found if "ddip.cluster.hosts.slurm_keeper" in (process.info["cmdline"] or ())]
 
 
 class Slurm:
@@ -93,7 +103,19 @@ class Slurm:
         logs = {f"{h.name} {path.name}": path for h in up for path in sorted(h.path("/run/slurm").glob("*.log"))}
         return "\n".join(f"--- {name}\n{path.read_text()[-3000:]}" for name, path in logs.items())
 
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Suspend slurmctld during the block; requests that arrive meanwhile are handled afterwards."""
+        (controller,) = [daemon for daemon in self._daemons if "slurmctld" in daemon.args]  # type: ignore[operator]
+        controller.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            controller.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
+        """Stop all daemons, after ddip's keepers, which ask them."""
+        wait_for(lambda: not keepers(), "the end of the keepers")
         for name in self._nodes:
             self._hosts[name].boot()
         for daemon in reversed(self._daemons):

@@ -21,7 +21,7 @@ from ddip.group.members.placement import Request
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
-from .slurm import Slurm
+from .slurm import Slurm, keepers
 from .test_slurm import run_command
 from .test_ssh import pull_from_all, sums_of_ranks
 
@@ -167,6 +167,30 @@ def test_a_notebook_killed_during_submission_leaves_nothing(slurm: Slurm, tmp_pa
         notebook.communicate()
         (tmp_path / "go").touch()
     wait_until(lambda: not slurm.jobs(), 15)
+
+
+def test_a_job_that_slurm_accepts_too_late_is_cancelled(slurm: Slurm) -> None:
+    with (
+        slurm.silent(),
+        pytest.raises(GroupError, match=r"sbatch failed: .*; Slurm has not .*ddip-\w+ is"),
+    ):
+        ddip.Group(1, reach=TWO_NODES)
+    wait_until(lambda: not keepers())  # it ends once Slurm knows no such job
+    assert slurm.jobs() == {}
+
+
+@pytest.mark.parametrize("with_notebook", [False, True])
+def test_no_job_outlives_its_killed_keeper(slurm: Slurm, with_notebook: bool) -> None:
+    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert notebook.stdout is not None and notebook.stdout.readline() == b"ready\n"
+        (keeper,) = keepers()
+        os.kill(keeper, signal.SIGKILL)
+        if with_notebook:
+            notebook.kill()
+    finally:
+        notebook.communicate(b"\n")
+    wait_until(lambda: not slurm.jobs(), 75)
 
 
 def test_a_job_close_to_its_end_is_reported_twice(

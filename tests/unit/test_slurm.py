@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ def test_words_are_options_of_sbatch() -> None:
     lines = slurm.batch_script("nodes=2 gpus=4 cpus=8 time=2:00:00 partition=x --account=y exclusive").splitlines()
     assert lines[0] == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
-        "job-name=ddip",
         "output=/dev/null",
         "ntasks-per-node=1",
         "no-kill",
@@ -54,6 +54,8 @@ def test_a_job_ends_only_once_no_step_runs(squeue: str, ends: bool, tmp_path: Pa
         ("gpus=4", "how many nodes"),
         ("nodes=2 ,x", "',x'.*name=value"),
         ("nodes=2 array=1-3", "leave out array"),
+        ("nodes=2 arra=1-3", "leave out arra"),
+        ("nodes=2 wait", "leave out wait"),
         ("nodes=2 'time=1", "quote"),
         ("", "how many nodes"),
     ],
@@ -120,7 +122,8 @@ def test_an_sbatch_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch:
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_keeper, "SUBMIT_SECONDS", 0.1)
-    assert slurm_keeper._submit_job("#!/bin/sh") == {"error": "sbatch did not answer within 0.1 s"}
+    answer = slurm_keeper.submit_job("ddip-1", "#!/bin/sh", threading.Event())
+    assert answer == {"error": "sbatch did not answer within 0.1 s", "may_exist": True}
 
 
 def test_another_job_near_its_end_gets_a_warning_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 A group starts in one job. A replacement for a lost node is in another job, since a running job gets no further nodes.
 A job submitted by ddip runs only a script that waits; the agents are steps in the job (``ways.Srun``). Its keeper
 (``slurm_keeper.py``), a process beside the notebook, submits the job, and cancels it when the group or the notebook
-ends. If the keeper's host is lost as well, the script ends by itself once no step has run for a while. The job
-survives the loss of the script's node; only that last resort is missing then.
+ends. If the keeper is killed, the notebook cancels the job; if both are, the script ends by itself once no step has run
+for a while. The job survives the loss of the script's node; only that last resort is missing then.
 """
 
 from __future__ import annotations
@@ -18,29 +18,38 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ddip.cluster.hosts import slurm_keeper
 from ddip.cluster.processes import processes
 from ddip.errors import BadInput, GroupError, RequestInterrupted
 
 EXAMPLE = 'such as --slurm "nodes=2 gpus=4 time=2:00:00"'
 WORDS = {"gpus": "gpus-per-node", "cpus": "cpus-per-task"}
 """Short names for options of sbatch; all other names are passed on."""
-TAKEN = ("job-name", "output", "ntasks", "ntasks-per-node", "wrap", "array", "parsable")
-"""Options of sbatch that ddip sets itself, or that would create another kind of job."""
+TAKEN = (
+    *("job-name", "output", "ntasks", "ntasks-per-node", "wrap", "array", "parsable", "wait", "test-only"),
+    *("help", "usage", "version"),
+)
+"""Options of sbatch that ddip sets itself, or that would create another kind of job, or none; also abbreviated."""
 NAMING = ("nodelist", "nodefile")
 """Options of sbatch that name the nodes of a job."""
-NO_GROUP = "the start was interrupted; its job was cancelled, and there is no group"
+NO_GROUP = "the start was interrupted; {job}, and there is no group"
+"""Message after a stop; {job} stands for what has become of the job."""
 KEPT = {"no-kill": "", "no-requeue": ""}
 """Options that keep a job running after it loses a node, and keep Slurm from requeuing an ended job, which would have
 no ranks."""
 POLL_SECONDS = 1.0
-ASK_SECONDS = 20.0
-"""Time limit of a Slurm command."""
-IDLE_LOOKS = 30
+ASK_SECONDS = slurm_keeper.ASK_SECONDS
+SHOW_SECONDS = 2.0
+"""Time limit of a Slurm command whose result is only shown."""
+CANCEL_SECONDS = 10.0
+"""Longest wait for Slurm to confirm that a job is cancelled; the keeper goes on trying."""
+IDLE_LOOKS = 5
 """Number of polls without a step, 10 s apart, after which a job's script ends."""
 WAITING = f"""
-# holds the nodes for the ranks, which ddip starts as steps; ends when none has run for five minutes, as far as is known
+# holds the nodes for the ranks, which ddip starts as steps; ends when none has run for 50 s, as far as is known
 idle=0
 while [ $idle -lt {IDLE_LOOKS} ]; do
     sleep 10
@@ -50,10 +59,51 @@ while [ $idle -lt {IDLE_LOOKS} ]; do
 done
 """
 
-_keepers: dict[int, subprocess.Popen[bytes]] = {}
+
+class Keeper:
+    """The process that submits one job, whose name no other job has, and cancels it."""
+
+    def __init__(self) -> None:
+        self.name = f"ddip-{uuid.uuid4().hex[:8]}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", slurm_keeper.__name__, self.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, processes.MARKED: processes.MARK},
+            start_new_session=True,
+        )
+
+    def submit(self, script: str) -> slurm_keeper.Answer:
+        """Submit a job with `script`."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            self._process.stdin.write(json.dumps(script).encode() + b"\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"error": "ddip's process for the job has ended", "may_exist": True}
+
+    def cancel(self) -> str:
+        """Let the process cancel the job; return a clause about what Slurm has confirmed within CANCEL_SECONDS."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        is_cancelled = False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(CANCEL_SECONDS)
+            is_cancelled = code == 0 or slurm_keeper.cancel_job(self.name, slurm_keeper.LOOKS, CANCEL_SECONDS)
+        self._process.stdout.close()
+        if is_cancelled:
+            return "its job was cancelled"
+        _trying.append(self)
+        return f"Slurm has not confirmed yet that its job {self.name} is cancelled; ddip goes on trying"
+
+
+_keepers: dict[int, Keeper] = {}
 """The keeper of each job that ddip submitted and has not cancelled."""
 _holds: dict[int, int] = {}
 """Number of users of each of these jobs."""
+_trying: list[Keeper] = []
+"""Keepers that try to cancel their jobs after the group has ended."""
 
 
 class SlurmUnavailable(GroupError):
@@ -74,7 +124,7 @@ def parse_options(typed: str) -> dict[str, str]:
         name, _, value = word.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise BadInput(f"--slurm {typed!r}: {word!r} is not an option of sbatch; type name=value, {EXAMPLE}")
-        if name in TAKEN:
+        if name in TAKEN or any(taken.startswith(name) for taken in TAKEN):
             raise BadInput(f"--slurm {typed!r}: leave out {name}; ddip starts the ranks itself, one agent on each node")
         found[WORDS.get(name, name)] = value
     if "nodes" not in found:
@@ -84,7 +134,7 @@ def parse_options(typed: str) -> dict[str, str]:
 
 def batch_script(typed: str) -> str:
     """Return the batch script for ``--slurm typed``; raise BadInput."""
-    own = {"job-name": "ddip", "output": "/dev/null", "ntasks-per-node": "1", **KEPT}
+    own = {"output": "/dev/null", "ntasks-per-node": "1", **KEPT}
     lines = [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in (own | parse_options(typed)).items()]
     return "\n".join(["#!/bin/bash", *lines, WAITING])
 
@@ -105,36 +155,30 @@ def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
 def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
     """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
 
-    Raises BadInput or GroupError, or RequestInterrupted with the text `stopped` after an interrupt; the job has been
-    cancelled by then.
+    Raises BadInput or GroupError, or RequestInterrupted with the text `stopped` after an interrupt; the job is then
+    cancelled, or its keeper goes on trying.
     """
-    text = batch_script(typed)
+    script = batch_script(typed)
     _ensure_slurm()
-    keeper = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddip.cluster.hosts.slurm_keeper"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, processes.MARKED: processes.MARK},
-        start_new_session=True,
-    )
-    assert keeper.stdin is not None and keeper.stdout is not None
+    keeper = Keeper()
     try:
-        keeper.stdin.write(json.dumps(text).encode() + b"\n")
-        keeper.stdin.flush()
-        answer = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
-        if "error" in answer:
-            raise GroupError(f"--slurm {typed!r}: sbatch rejected the job: {answer['error']}")
-        job = int(answer["job"])
-        _keepers[job], _holds[job] = keeper, 1
-        _wait_until_running(job, progress)
+        answer = keeper.submit(script)
+        if "job" in answer:
+            job = int(answer["job"])
+            _keepers[job], _holds[job] = keeper, 1
+            _wait_until_running(job, progress)
+            return job
     except BaseException as error:
-        _end_keeper(keeper)
+        cancelled = keeper.cancel()
         for known in [job for job, its_keeper in _keepers.items() if its_keeper is keeper]:
             del _keepers[known], _holds[known]
         if isinstance(error, KeyboardInterrupt):
-            raise RequestInterrupted(stopped) from None
+            raise RequestInterrupted(stopped.format(job=cancelled)) from None
         raise
-    return job
+    cancelled = keeper.cancel()
+    if answer["may_exist"]:
+        raise GroupError(f"--slurm {typed!r}: sbatch failed: {answer['error']}; {cancelled}")
+    raise GroupError(f"--slurm {typed!r}: sbatch rejected the job: {answer['error']}")
 
 
 def _ensure_slurm() -> None:
@@ -177,17 +221,7 @@ def give_back(job: int) -> None:
         _holds[job] -= 1
         if not _holds[job]:
             del _holds[job]
-            _end_keeper(_keepers.pop(job))
-
-
-def _end_keeper(keeper: subprocess.Popen[bytes]) -> None:
-    """Let the keeper cancel its job, and wait up to ASK_SECONDS for its end."""
-    assert keeper.stdin is not None and keeper.stdout is not None
-    with contextlib.suppress(OSError):
-        keeper.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        keeper.wait(ASK_SECONDS)  # a keeper that takes longer is still cancelling its job, and ends by itself
-    keeper.stdout.close()
+            _keepers.pop(job).cancel()
 
 
 def own_job() -> int:
@@ -208,7 +242,7 @@ def seconds_left(job: int) -> float | None:
     None if it has no limit, does not run, or Slurm does not answer.
     """
     try:
-        text = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%L")
+        text = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%L", seconds=SHOW_SECONDS)
     except SlurmUnavailable:
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
@@ -241,19 +275,19 @@ def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
     return (name for name in variables if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF")
 
 
-def _slurm_output(*command: str) -> str:
+def _slurm_output(*command: str, seconds: float = ASK_SECONDS) -> str:
     """Run a Slurm command, and return its output; empty for a job that ended long ago.
 
     Raises SlurmUnavailable if it fails or does not answer, and GroupError if there is no such command.
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
         raise GroupError(f"there is no Slurm here: {command[0]} is not on the PATH") from None
     except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"Slurm has not answered {command[0]} for {ASK_SECONDS:g} s") from None
+        raise SlurmUnavailable(f"Slurm has not answered {command[0]} for {seconds:g} s") from None
     if done.returncode and "Invalid job id" not in done.stderr:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise SlurmUnavailable(f"Slurm has not answered {command[0]} ({why})")

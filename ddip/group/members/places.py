@@ -18,7 +18,7 @@ from ddip.group.members.placement import GroupSpec, HostRequest, Request
 from ddip.group.members.time_left import TimeLeft
 from ddip.output.progress import Report
 
-STOPPED = "the repair was interrupted; its job was cancelled, and nothing else has changed"
+STOPPED = "the repair was interrupted; {job}, and nothing else has changed"
 HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Environment variables of PBS, LSF and Grid Engine: each is the path of a file with one host per line."""
 
