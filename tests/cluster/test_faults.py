@@ -250,8 +250,10 @@ def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Gr
         four_ranks.run("pass")
     four_ranks.repair()
     with pytest.raises(ddip.CellError) as caught:  # printed text waits until the log has all earlier output
-        four_ranks.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
-    assert caught.value.by_rank[2].traceback == "end of its log:\nthe cause"
+        four_ranks.run(
+            "import os\nif rank == 2: print('printed', flush=True); os.write(2, b'the cause\\n'); print(); os._exit(3)"
+        )
+    assert caught.value.by_rank[2].traceback == "end of its log:\nprinted\nthe cause"
     four_ranks.repair()
     four_ranks.run(SET_UP)
 

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Message, Recipient, Request
@@ -45,6 +45,7 @@ from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.output.area import Notice, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
+from ddip.output.terminal_text import last_lines
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
@@ -166,6 +167,8 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
             notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")
 
 
+OUTPUT_LINES = 10
+"""Number of the last lines of a rank's output that its error shows."""
 STILL_SECONDS = 2.0
 """Time that ranks must make no progress before their collectives are aborted because a rank caught its own error."""
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
@@ -441,7 +444,14 @@ class RunningCell:
         caught = caught_in(report)
         if caught is not None:
             self._after_caught.note_progress()
-        return RankReplied(rank, self._ranks.error_of(rank, reply), caught)
+        hidden = "" if report is None else report.get("hidden", "")
+        if caught is not None:
+            before, shown, _ = hidden.partition(caught.traceback)  # which the cell has printed itself
+            caught = replace(caught, output=last_lines(before if shown else "", OUTPUT_LINES))
+        error = self._ranks.error_of(rank, reply)
+        if error is not None:
+            error = replace(error, output=last_lines(hidden, OUTPUT_LINES))
+        return RankReplied(rank, error, caught)
 
     def _process(self, event: Event) -> None:
         """Process `event`: carry out the actions that follow, and process the events that these produce."""
