@@ -243,6 +243,9 @@ def test_the_end_of_the_group_is_shown_below_its_cells(notebook: Notebook) -> No
     wait_for_words(notebook, message, "begun")
     notebook.ok("%makedip -k")
     assert "the cell ended with its group" in wait_for_words(notebook, message, "UsageError")
+    shown = notebook.ok("%dipcell")
+    assert (shown.stdout + shown.stderr).count("the cell ended with its group") == 1
+    assert "the group ended, in the background" in notebook.ok("%dipcells").stdout.splitlines()[-1]
 
 
 @pytest.mark.grid

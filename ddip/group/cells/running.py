@@ -43,7 +43,7 @@ from ddip.group.cells.cell_state import (
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
-from ddip.output.area import Notice, notify, stop_name
+from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
 from ddip.output.terminal_text import last_lines
 from ddip.protocol.cell_messages import CellOptions
@@ -161,7 +161,7 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
             ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
     for (source, restored), ranks in ranks_of.items():
         if restored:
-            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
+            inform(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
         else:
             warning = "may hold partial results of the aborted collective"
             notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")
@@ -317,7 +317,7 @@ class RunningCell:
         reports = [(rank, report) for rank, report in sorted(self.reports.items()) if report is not None]
         seconds = {rank: report["seconds"] for rank, report in reports if "seconds" in report}  # else it never began
         show_seconds = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
-        self.cell.summary = where_text(seconds)
+        self.cell.summary = where_text(seconds, name_slowest=outcome == "ok")
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
         note = self.cell.summary if show_seconds else ""
         self._in_tabs = self._show.finish(self.errors, note, lambda: cell_bundle(self.cell, self._show.rich, outcome))
