@@ -486,6 +486,7 @@ def test_news_are_on_stdout_and_warnings_on_stderr(notebook: Notebook) -> None:
     assert "ddip: the cell ended inside a training iteration" in shown.stdout and shown.stderr == ""
     shown = notebook.ok("%%dip\nfor rank in range(3): pass")
     assert "this cell overwrote rank" in shown.stderr and shown.stdout == ""
+    notebook.ok("%%dip\nrank = torch.distributed.get_rank()")
 
 
 # -- the ranks of a cell
