@@ -213,7 +213,7 @@ def test_dropped_output_is_mentioned(notebook: Notebook) -> None:
     notebook.ok(
         "%%dip\nfrom IPython.display import display_html\nfor i in range(10): display_html('x' * 1000, raw=True)"
     )
-    assert "outputs of cell" in notebook.ok("%dipcell").stderr
+    assert "outputs of cell" in notebook.ok("%dipcell").stdout
     notebook.ok("%config DipMagics.keep_output_bytes = 64_000_000")
 
 
