@@ -327,13 +327,15 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
             import ctypes, pathlib
             if rank == 1:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                print("sleeping", flush=True)
                 pathlib.Path({str(tmp_path / "held")!r}).touch()
                 while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter
             else: dist.barrier()
         """)
     thread.join()
-    assert re.search(r"\nrank 1 .*\n  rank 1: line 5 .*C code.*\n.*%makedip --repair", str(caught.value))
-    with pytest.raises(GroupError, match="^rank 1 .*\n  rank 1: line 5 "):
+    shown = r"\nrank 1 .*\n  rank 1: line 6 .*C code.*\n\[rank 1\] last output:\nsleeping\n.*%makedip --repair"
+    assert re.search(shown, str(caught.value))
+    with pytest.raises(GroupError, match="^rank 1 .*\n  rank 1: line 6 "):
         four_ranks.run("pass")
     assert four_ranks.repair(["marker"], 0) == [1]
     prove_ranks_work(four_ranks, lost=(1,))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Message, Recipient, Request
-from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
+from ddip.errors import MOST_OUTPUTS, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
 from ddip.group.cells.cell import Cell, Outcome, outcome_of
 from ddip.group.cells.cell_state import (
     Action,
@@ -380,8 +380,18 @@ class RunningCell:
         if stuck:
             lines.append(f"{ranks_text(stuck)} did not stop:")
             lines.append(places_text(self._ranks.places(stuck)))
+            lines += self._logged_output(stuck)
             lines.append(way_out(stuck))
         return "\n".join(lines)
+
+    def _logged_output(self, stuck: Sequence[int]) -> list[str]:
+        """Return the last output of hidden ranks from their logs, as a rank that is `stuck` may answer nothing."""
+        lines = []
+        for rank in [rank for rank in stuck if rank not in self.cell.show_ranks][:MOST_OUTPUTS]:
+            log = "\n".join(self._ranks.cluster.log_tail(self._ranks.members[rank].engine))
+            if text := last_lines(log, OUTPUT_LINES):
+                lines += [f"[rank {rank}] last output:", text]
+        return lines
 
     @property
     def end_text(self) -> str:
