@@ -186,9 +186,9 @@ def _output_lines(by_rank: Mapping[int, RankError]) -> list[str]:
     shown, left_out = list(together.items())[:MOST_OUTPUTS], list(together.values())[MOST_OUTPUTS:]
     lines = [line for text, ranks in shown for line in (f"[{ranks_text(ranks)}] last output:", *text.splitlines())]
     ranks = [rank for same in left_out for rank in same]
-    return (
-        [*lines, f"[{ranks_text(ranks)}] last output left out; -S {ranks[0]} shows rank {ranks[0]}"] if ranks else lines
-    )
+    if ranks:
+        lines.append(f"[{ranks_text(ranks)}] last output left out; -S {ranks[0]} shows rank {ranks[0]}")
+    return lines
 
 
 def _summary_text(by_rank: Mapping[int, RankError], repair: str) -> str:
