@@ -99,6 +99,8 @@ class RankError:
     """Time of the error, in seconds on the rank's clock."""
     pid: int | None = None
     """PID of the rank's process if the process has ended, otherwise None."""
+    output: str = ""
+    """Last lines that the rank printed in the cell; empty if the cell shows the rank's output."""
 
     @property
     def what(self) -> str:
@@ -130,6 +132,8 @@ STOPPED = ("KeyboardInterrupt", "CancelledError")
 RANK_ENDED = "RankEnded"
 """Error name of a rank whose process has ended."""
 REPAIR = "%makedip --repair replaces its process; the other ranks keep their variables"
+MOST_OUTPUTS = 4
+"""Number of different outputs of ranks that an error shows."""
 NONE_LEFT = "all ranks are lost, with their variables; %makedip --repair starts new processes"
 """Replaces `REPAIR` in messages if all ranks have ended."""
 
@@ -140,11 +144,11 @@ def _without_aborted(by_rank: Mapping[int, RankError]) -> dict[int, RankError]:
 
 
 def _group_equal_errors(by_rank: Mapping[int, RankError]) -> list[tuple[list[int], RankError]]:
-    """Group ranks that raised the same error, the earliest error first."""
+    """Group ranks, in their order, that raised the same error; return the groups by the time of their first error."""
     groups: dict[tuple[str, str], tuple[list[int], RankError]] = {}
     for rank, error in sorted(by_rank.items(), key=lambda item: (item[1].at, item[0])):
         groups.setdefault((error.name, error.what), ([], error))[0].append(rank)
-    return list(groups.values())
+    return [(sorted(ranks), error) for ranks, error in groups.values()]
 
 
 def error_clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> list[str]:
@@ -161,14 +165,29 @@ def error_clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> li
 
 
 def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
-    """Return the lines of the ranks' tracebacks, the earliest error first.
+    """Return the lines of the ranks' tracebacks, each below the last output of its ranks, the earliest error first.
 
     After the first, tracebacks of the ranks `in_tabs` are omitted: the cell's output shows them.
     """
     lines: list[str] = []
     for ranks, error in _group_equal_errors(_without_aborted(by_rank)):
         if error.traceback and not (lines and set(ranks) <= set(in_tabs)):
+            lines += _output_lines({rank: by_rank[rank] for rank in ranks})
             lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
+    return lines
+
+
+def _output_lines(by_rank: Mapping[int, RankError]) -> list[str]:
+    """Return the last output of ranks that the cell does not show, of at most `MOST_OUTPUTS` ranks that differ."""
+    together: dict[str, list[int]] = {}
+    for rank, error in by_rank.items():
+        if error.output:
+            together.setdefault(error.output, []).append(rank)
+    shown, left_out = list(together.items())[:MOST_OUTPUTS], list(together.values())[MOST_OUTPUTS:]
+    lines = [line for text, ranks in shown for line in (f"[{ranks_text(ranks)}] last output:", *text.splitlines())]
+    ranks = [rank for same in left_out for rank in same]
+    if ranks:
+        lines.append(f"[{ranks_text(ranks)}] last output left out; -S {ranks[0]} shows rank {ranks[0]}")
     return lines
 
 
@@ -223,7 +242,9 @@ class CellTimeout(CellError):
         self.args = (message,)
 
     def _render_traceback_(self) -> list[str]:
-        return [*_traceback_lines(_not_stopped(self.by_rank), self.in_tabs), f"{type(self).__name__}: {self}"]
+        stopped = {rank: error for rank, error in self.by_rank.items() if error.name in STOPPED or error.waited}
+        lines = [*_output_lines(stopped), *_traceback_lines(_not_stopped(self.by_rank), self.in_tabs)]
+        return [*lines, f"{type(self).__name__}: {self}"]
 
 
 class CellInterrupted(DdipError, KeyboardInterrupt):

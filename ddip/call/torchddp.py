@@ -21,7 +21,7 @@ from ddip.errors import BadInput, TransferError, ranks_text
 from ddip.group import session
 from ddip.group.group import Group
 from ddip.group.objects.transfer import check_own, known_names
-from ddip.output.area import notify
+from ddip.output.area import inform, notify
 from ddip.output.progress import Progress
 from ddip.protocol import on_rank
 from ddip.protocol.objects import calls
@@ -108,7 +108,7 @@ def in_torchddp(
     app = _app_for(packages | payload.packages)
     with _open_group(nprocs, app) as group:
         if app is not None and group.request.app is None:
-            notify(f"{app} is prepared for this call only; %makedip -a {app} prepares it for all cells and calls")
+            inform(f"{app} is prepared for this call only; %makedip -a {app} prepares it for all cells and calls")
             call.app = apps.find_module(app)
         answer = _run_call(group, call)
     return _unpack_result(answer, fn, payload)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
-from ddip.errors import BadInput, CellError, GroupError, ranks_text
+from ddip.errors import STOPPED, BadInput, CellError, GroupError, RankError
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.first_lines import skip_comments
@@ -55,13 +55,16 @@ def status_text(group: Group | None, history: History) -> str:
     if cells:
         blocks.append(cells_table([cell.row() for cell in cells]))
     errors = {rank: (cell, error) for cell in cells for rank, error in cell.errors.items()}
-    lines = [
-        f"{ranks_text([rank])}, cell {cell.number}: {f'was blocked in {error.waited}' if error.waited else error}"
-        for rank, (cell, error) in sorted(errors.items())
-    ]
+    lines = [f"rank {rank}, cell {cell.number}: {_error_text(error)}" for rank, (cell, error) in sorted(errors.items())]
     if lines:
         blocks.append("\n".join(["last errors", *lines]))
     return "\n\n".join(blocks)
+
+
+def _error_text(error: RankError) -> str:
+    if error.waited:
+        return f"was blocked in {error.waited}"
+    return "was stopped" if error.name in STOPPED else str(error)
 
 
 @magics_class

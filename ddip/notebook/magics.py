@@ -17,6 +17,7 @@ from ddip.notebook import arguments, both_sides
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.autodip import Autodip
 from ddip.notebook.hints import Hints
+from ddip.notebook.once_per_rank import OncePerRank
 from ddip.notebook.traits import Traits
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class DipMagics(Traits):
         self._last_request = placement.Request()
         self.autodipper = Autodip(shell, lambda: self.local_magics)
         self.hints = Hints(shell, lambda: self.group, self.autodipper)
+        self._once_per_rank = OncePerRank()
 
     def _print_verbose(self, text: str) -> None:
         if self.verbose:
@@ -325,6 +327,8 @@ class DipMagics(Traits):
                     group.run_there_too(rank_cell, ranks, local_output, timeout=timeout, tell=tell)
                 else:
                     group.run(cell, ranks, tell=tell, **options)
+                    if tell and len(ranks) > 1:
+                        self._once_per_rank.after_cell(cell)
             except CellError as error:
                 self.hints.explain(error)
                 raise
@@ -351,7 +355,8 @@ class DipMagics(Traits):
         """Run every later cell as a %%dip cell, except cells that begin with a magic for the notebook.
 
         DipMagics.local_magics lists these magics. Cells that consist of %cd, %env, %set_env, %load_ext autoreload,
-        %autoreload and %aimport run in the notebook and on the ranks.
+        %autoreload and %aimport run in the notebook and on the ranks. Shell commands (!ls) and files that other cells
+        write take effect once per rank; %%dip local runs a cell once, in the notebook.
         """
         args = arguments.parse_line(self.autodip, "%autodip", line)
         if args.switch not in (None, "on", "off"):

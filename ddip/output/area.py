@@ -278,12 +278,21 @@ def notices_in(page: CellOutputArea) -> Iterator[None]:
 
 
 def notify(text: str) -> None:
-    """Print a notice of ddip to stderr below the cell."""
+    """Print a warning of ddip to stderr below the cell."""
+    _print_notice("stderr", text)
+
+
+def inform(text: str) -> None:
+    """Print news of ddip that asks for nothing: to stdout in a notebook, which shows stderr in red, else to stderr."""
+    _print_notice("stdout" if getattr(get_ipython(), "kernel", None) is not None else "stderr", text)
+
+
+def _print_notice(stream: str, text: str) -> None:
     page = _notice_area.get()
     if page is not None:
-        page.write("stderr", f"ddip: {text}\n")
+        page.write(stream, f"ddip: {text}\n")
         return
-    _write_stream("stderr", f"ddip: {text}\n")
+    _write_stream(stream, f"ddip: {text}\n")
     flush_streams()
 
 

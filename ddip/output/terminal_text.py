@@ -263,6 +263,13 @@ def strip_escapes(text: str) -> str:
     return ESCAPE.sub("", text)
 
 
+def last_lines(text: str, count: int) -> str:
+    """Return the last `count` lines of `text` as a terminal shows them, without colours and blank lines at the end."""
+    screen = Screen(2 * len(text))
+    screen.write(text)
+    return "\n".join(strip_escapes(screen.text).rstrip().splitlines()[-count:])
+
+
 def _style_after(style: str, text: str) -> str:
     """Return the escape sequences in force after `text`, if those of `style` are in force before it."""
     for found in STYLE.finditer(text):

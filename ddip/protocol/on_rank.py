@@ -39,7 +39,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 20
+VERSION = 21
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"

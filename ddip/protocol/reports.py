@@ -378,6 +378,8 @@ class CellReport(Released, total=False):
     """Settings of the process that the cell has left changed."""
     replaced: dict[str, str]
     """New value, in words, of ``rank`` or ``world_size`` if the cell has overwritten it."""
+    hidden: str
+    """End of the text of a cell that raised, if the notebook does not show this rank."""
 
 
 CollectiveRow: TypeAlias = "tuple[str, list[int], int, str, list[list[int]], list[str], int, int]"

@@ -28,7 +28,7 @@ KINDS = {
     "CellInterrupted": "The user stopped a cell",
     "notify": "Notices, which come without an exception",
 }
-"""Section title of each error class, in order; ``notify`` prints a notice."""
+"""Section title of each error class, in order; ``notify`` and ``inform`` print a notice."""
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +48,8 @@ def find_messages(source: Path = SOURCE) -> list[Message]:
 def _messages_of(file: Path, source: Path) -> Iterator[Message]:
     for node, constants in _walk_scopes(ast.parse(file.read_text()), {}):
         if isinstance(node, ast.Call) and node.args:
-            kind = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            kind = "notify" if name == "inform" else name
             if kind in KINDS and (text := _text_of(node.args[0], constants)) and any(map(str.isalpha, text)):
                 yield Message(kind, " ".join(text.split()), str(file.relative_to(source)))
 

@@ -213,7 +213,7 @@ def test_dropped_output_is_mentioned(notebook: Notebook) -> None:
     notebook.ok(
         "%%dip\nfrom IPython.display import display_html\nfor i in range(10): display_html('x' * 1000, raw=True)"
     )
-    assert "outputs of cell" in notebook.ok("%dipcell").stderr
+    assert "outputs of cell" in notebook.ok("%dipcell").stdout
     notebook.ok("%config DipMagics.keep_output_bytes = 64_000_000")
 
 
@@ -243,6 +243,9 @@ def test_the_end_of_the_group_is_shown_below_its_cells(notebook: Notebook) -> No
     wait_for_words(notebook, message, "begun")
     notebook.ok("%makedip -k")
     assert "the cell ended with its group" in wait_for_words(notebook, message, "UsageError")
+    shown = notebook.ok("%dipcell")
+    assert (shown.stdout + shown.stderr).count("the cell ended with its group") == 1
+    assert "the group ended, in the background" in notebook.ok("%dipcells").stdout.splitlines()[-1]
 
 
 @pytest.mark.grid

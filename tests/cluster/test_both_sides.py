@@ -27,6 +27,68 @@ def autodip(notebook: Notebook) -> Iterator[Notebook]:
     notebook.ok("%autodip off")
 
 
+# -- where a cell runs
+
+PROOF = "open('where', 'a').write(f'{os.getpid()}\\n')"
+SHELL = "echo $$PPID >> where"
+"""Text for a line magic of IPython, which makes one ``$`` of ``$$``."""
+EACH, HERE, BOTH = "on each rank", "in the notebook", "in the notebook, then on each rank"
+CELLS = {
+    "Python code": (EACH, [PROOF]),
+    "`!`": (EACH, [f"!{SHELL}", f"!!{SHELL}", f"%sx {SHELL}", f"%system {SHELL}"]),
+    "`%time`": (
+        EACH,
+        [f"%time {PROOF}", f"%%time\n{PROOF}", f"%%capture\n{PROOF}", "%run prove.py", f"%matplotlib inline\n{PROOF}"],
+    ),
+    "any magic": (EACH, [f"1\n%pip --version > pip.txt; {SHELL}"]),
+    "only `%cd`": (BOTH, ["%env WHERE=1"]),
+    "begins with `%pip`": (HERE, [f"%pip --version > pip.txt; {SHELL}"]),
+    "begins with `%%bash`": (HERE, ["%%bash\necho $PPID >> where", "%%script bash\necho $PPID >> where"]),
+    "begins with `%mkdir`": (HERE, [f"%ls > ls.txt; {SHELL}"]),
+    "begins with a magic of": (HERE, ["%proven"]),
+    "`%%dip local`": (HERE, [f"%%dip local\n{PROOF}"]),
+    "`%%dip everywhere`": (BOTH, [f"%%dip everywhere\n{PROOF}"]),
+}
+"""Where a cell runs, and cells of this kind that prove it, by the beginning of the row in the documentation."""
+
+
+def rows_of_the_page() -> list[tuple[str, str]]:
+    page = (Path(__file__).parents[2] / "docs" / "magics.md").read_text()
+    section = page.partition("## Where a cell runs")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [(cell, where) for cell, where in rows[2:]]
+
+
+def test_each_cell_runs_where_the_page_says(autodip: Notebook) -> None:
+    def prove(cell: str) -> list[int]:
+        autodip.ok(cell)
+        if cell.startswith("%env"):
+            autodip.ok(f"%%dip everywhere\nif os.environ.pop('WHERE', ''): {PROOF}")
+        pids = sorted(map(int, (autodip.folder / "where").read_text().split()))
+        (autodip.folder / "where").unlink()
+        return pids
+
+    for (row, documented), (beginning, (where, _)) in zip(rows_of_the_page(), CELLS.items(), strict=True):
+        assert row.startswith(beginning) and documented == where
+    (autodip.folder / "prove.py").write_text(f"import os; {PROOF}")
+    autodip.ok("%%dip everywhere\nimport os")
+    autodip.ok(f"%%dip local\ndef proven(line): {PROOF}\nget_ipython().register_magic_function(proven)")
+    ranks = prove(f"%%dip\n{PROOF}")
+    assert len(ranks) == 3 and autodip.pid not in ranks
+    sides = {EACH: ranks, HERE: [autodip.pid], BOTH: sorted([autodip.pid, *ranks])}
+    for where, cells in CELLS.values():
+        assert [prove(cell) for cell in cells] == [sides[where]] * len(cells), cells
+
+
+def test_what_runs_once_per_rank_is_told_once(autodip: Notebook) -> None:
+    autodip.ok("%%dip local\nget_ipython().magics_manager.registry['DipMagics']._once_per_rank._told.clear()")
+    shell = "ddip: ran once per rank: !echo; %%dip local runs a cell once, in the notebook\n"
+    assert [autodip.ok("!echo >> f").stdout for _ in range(2)] == [shell, ""]
+    assert [autodip.ok(f"open('f', '{mode}').close()").stdout for mode in "raa"] == [
+        *("", shell.replace("!echo", "open('f', 'a')"), "")
+    ]
+
+
 # -- %cd and %env
 
 

@@ -475,6 +475,20 @@ def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook
     notebook.ok("%config DipMagics.stall_timeout = 10")
 
 
+def test_news_are_on_stdout_and_warnings_on_stderr(notebook: Notebook) -> None:
+    notebook.ok("""
+        %%dip
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model, x = DDP(torch.nn.Linear(1, 1)), torch.ones(1, 1)
+    """)
+    shown = notebook.fails("%%dip\nmodel(x).sum().backward(); model(x); 1 / 0")
+    assert "ddip: the cell ended inside a training iteration" in shown.stdout and shown.stderr == ""
+    shown = notebook.ok("%%dip\nfor rank in range(3): pass")
+    assert "this cell overwrote rank" in shown.stderr and shown.stdout == ""
+    notebook.ok("%%dip\nrank = torch.distributed.get_rank()")
+
+
 # -- the ranks of a cell
 
 
@@ -485,6 +499,8 @@ def test_a_long_cell_says_where_it_ran(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.report_after = 0.3")
     note = last_text(notebook, "%%dip\nimport time\ntime.sleep(0.3 + 0.7 * (rank == 1))")
     assert re.fullmatch(r"ranks 0-2 · \d\.\d+ s · slowest: rank 1", note)
+    failed = notebook.fails("%%dip\ntime.sleep(0.3 + 0.7 * (rank == 1))\nassert rank")  # rank 1 has only waited
+    assert re.fullmatch(r"ranks 0-2 · \d\.\d+ s", failed.data[-1]["text/plain"])
     note = last_text(notebook, "%%dip -r 2\ntime.sleep(0.4)")
     assert re.fullmatch(r"rank 2 · \d\.\d+ s", note)
     note = last_text(notebook, "%%dip -S all\nprint(1)\ntime.sleep(0.4)")

@@ -250,8 +250,10 @@ def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Gr
         four_ranks.run("pass")
     four_ranks.repair()
     with pytest.raises(ddip.CellError) as caught:  # printed text waits until the log has all earlier output
-        four_ranks.run("import os\nif rank == 2: os.write(2, b'the cause\\n'); print(); os._exit(3)")
-    assert caught.value.by_rank[2].traceback == "end of its log:\nthe cause"
+        four_ranks.run(
+            "import os\nif rank == 2: print('printed', flush=True); os.write(2, b'the cause\\n'); print(); os._exit(3)"
+        )
+    assert caught.value.by_rank[2].traceback == "end of its log:\nprinted\nthe cause"
     four_ranks.repair()
     four_ranks.run(SET_UP)
 
@@ -325,13 +327,15 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_replaced(
             import ctypes, pathlib
             if rank == 1:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
+                print("sleeping", flush=True)
                 pathlib.Path({str(tmp_path / "held")!r}).touch()
                 while True: ctypes.PyDLL(None).sleep(1000)  # holds the interpreter
             else: dist.barrier()
         """)
     thread.join()
-    assert re.search(r"\nrank 1 .*\n  rank 1: line 5 .*C code.*\n.*%makedip --repair", str(caught.value))
-    with pytest.raises(GroupError, match="^rank 1 .*\n  rank 1: line 5 "):
+    shown = r"\nrank 1 .*\n  rank 1: line 6 .*C code.*\n\[rank 1\] last output:\nsleeping\n.*%makedip --repair"
+    assert re.search(shown, str(caught.value))
+    with pytest.raises(GroupError, match="^rank 1 .*\n  rank 1: line 6 "):
         four_ranks.run("pass")
     assert four_ranks.repair(["marker"], 0) == [1]
     prove_ranks_work(four_ranks, lost=(1,))

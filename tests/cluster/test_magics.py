@@ -101,6 +101,7 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(marked_notebook: Notebo
     shown = marked_notebook.fails(cell)
     assert re.search(message, shown.message), shown.message
     assert shown.traceback == f"UsageError: {shown.message}"
+    assert [kind for kind, _ in shown.messages] == ["error"]
     assert "\n" not in shown.message
     marked_notebook.ok("%%dip everywhere\nassert marker == 7 and get_world_size() == 3")
 
@@ -141,7 +142,7 @@ def test_a_second_makedip_leaves_the_group_unchanged(notebook: Notebook) -> None
 
 def test_the_table_has_a_line_for_each_rank(notebook: Notebook) -> None:
     lines = notebook.ok("%makedip -i").stdout.splitlines()
-    assert lines[0].split() == ["rank", "host", "pid", "device", "memory", "state", "last", "cell"]
+    assert lines[0].split() == ["rank", "host", "pid", "device", "memory", "state", "last", "cell", "took"]
     assert [line.split()[0] for line in lines[1:4]] == ["0", "1", "2"]
     assert lines[4] == "%autodip: off"
 

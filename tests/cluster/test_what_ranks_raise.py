@@ -25,6 +25,25 @@ def short_time_limits(group: ddip.Group) -> None:
     group.options.failure_grace, group.options.stall_timeout = 0.1, 10.0
 
 
+# -- with what hidden ranks printed before
+
+
+def test_an_error_shows_the_last_output_of_hidden_ranks(cells: ddip.Group) -> None:
+    with raises_on_ranks({1: "ValueError"}) as caught:
+        cells.run("for i in range(20): print('\\x1b[31mline', i)\nif rank == 1: raise ValueError")
+    lines = caught.value._render_traceback_()
+    assert lines[:11] == ["[rank 1] last output:", *(f"line {i}" for i in range(10, 20))]
+    with raises_on_ranks({0: "ValueError", 1: "ValueError"}) as caught:
+        cells.run("print('shown')\nraise ValueError", show_ranks=[0, 1])
+    assert not any(error.output for error in caught.value.by_rank.values())
+
+
+def test_a_time_out_shows_the_last_output_of_hidden_ranks(cells: ddip.Group, tmp_path: Path) -> None:
+    with pytest.raises(ddip.CellTimeout) as caught:
+        cells.run("import time\nprint('step', rank, end='\\r')\nwhile True: time.sleep(0.01)", timeout=0.2)
+    assert caught.value._render_traceback_()[:2] == ["[rank 1] last output:", "step 1"]
+
+
 # -- in bounded time
 
 
@@ -182,8 +201,11 @@ def test_a_caught_error_fails_the_cell_only_if_ranks_wait(
     cells.run(f"import time, torch.distributed as dist\nformer = dist.group.WORLD\nif rank == 0:\n    {CAUGHT[how]}")
     assert "ZeroDivisionError" in capsys.readouterr().err
     cells.run(f"assert dist.group.WORLD is former\nif rank == 0:\n    {CAUGHT[how]}")
-    with raises_on_ranks({0: "ZeroDivisionError"}, {1: "barrier"}):
-        cells.run(f"if rank == 0:\n    {CAUGHT[how]}\nelse: dist.barrier()", timeout=30)
+    with raises_on_ranks({0: "ZeroDivisionError"}, {1: "barrier"}) as caught:
+        cells.run(
+            f"if rank == 0:\n    print('mine')\n    {CAUGHT[how]}\nelse: dist.barrier()", timeout=30, show_ranks=[]
+        )
+    assert caught.value.by_rank[0].output == "mine"
     cells.run(PROOF)
 
 
@@ -212,7 +234,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
     assert r"a\ud800b" in captured.out and r"c\udfffd" in captured.err and r"e\ud800f" in captured.out
     for half in ("ud800", "udcff"):
         with raises_on_ranks(dict.fromkeys((0, 1), "ValueError")) as caught:
-            cells.run(rf"raise ValueError('x\{half}y')")
+            cells.run(rf"print('x\{half}y'); raise ValueError('x\{half}y')")
         str(caught.value).encode(), "".join(caught.value._render_traceback_()).encode()
     cells.run("""
         class Odd:

@@ -77,8 +77,10 @@ def test_only_log_lines_of_the_last_cell_explain_a_death(group: ddip.Group) -> N
     assert caught.value.by_rank[3].traceback == ""
     assert group.repair() == [3]
     with pytest.raises(CellError) as caught:
-        group.run("import os\nif rank == 3: os.write(2, b'the cause\\n'); print(); os._exit(3)")
-    assert caught.value.by_rank[3].traceback == "end of its log:\nthe cause"
+        group.run(
+            "import os\nif rank == 3: print('printed', flush=True); os.write(2, b'the cause\\n'); print(); os._exit(3)"
+        )
+    assert caught.value.by_rank[3].traceback == "end of its log:\nprinted\nthe cause"
     assert group.repair() == [3]
 
 

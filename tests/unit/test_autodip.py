@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddip.notebook.autodip import Autodip
+from ddip.notebook.autodip import LOCAL_MAGICS, Autodip
+from ddip.notebook.both_sides import BOTH_SIDES
 from ddip.notebook.first_lines import TRANSFORMERS
 
 MINE = [
@@ -115,6 +119,17 @@ def test_the_whole_cell_reaches_the_ranks_unchanged(shell: InteractiveShell) -> 
     Autodip(shell).on("")
     cell = "s = '{x} $y \\\\n'\nprint(s)  # %%dip\n"
     assert repr(cell) in shell.transform_cell(cell)
+
+
+def test_the_page_names_magics_that_the_code_knows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "magics.md").read_text()
+    rows = [line for line in page.partition("## Where a cell runs")[2].splitlines() if line.startswith("| ")]
+    (both,) = [set(re.findall(r"`%(\w+)", row)) for row in rows if row.startswith("| only")]
+    assert both == {*BOTH_SIDES, "load_ext"}
+    local = [
+        re.findall(r"`%+(\w+)", row) for row in rows if row.startswith(("| begins with `%pip`", "| begins with `%%"))
+    ]
+    assert len(local) == 2 and {name for names in local for name in names} < {*LOCAL_MAGICS}
 
 
 def test_autodip_on_twice_equals_autodip_on_once(shell: InteractiveShell) -> None:

@@ -47,6 +47,21 @@ def test_ranks_that_ended_alike_are_shown_once_with_their_pids() -> None:
     assert str(error) == traceback_lines + errors.REPAIR
 
 
+def test_pids_are_in_the_order_of_the_ranks() -> None:
+    ended = {rank: RankError("RankEnded", f"pid {rank} ended", "", pid=rank, at=9.0 - rank) for rank in (4, 5)}
+    assert str(CellError(ended)).startswith("ranks 4, 5: RankEnded: pids 4, 5 ended")
+
+
+def test_an_error_shows_the_last_output_of_some_hidden_ranks() -> None:
+    by_rank = {rank: RankError("E", "", "trace", output=f"line {max(rank, 2)}") for rank in range(1, 8)}
+    by_rank[0] = RankError("E", "", "trace")
+    shown = [line for rank in range(3, 6) for line in (f"[rank {rank}] last output:", f"line {rank}")]
+    left_out = "[ranks 6, 7] last output left out; -S 6 shows rank 6"
+    assert CellError(by_rank)._render_traceback_()[:-1] == [
+        *("[ranks 1, 2] last output:", "line 2", *shown, left_out, "[ranks 0-7]", "trace")
+    ]
+
+
 def test_an_error_without_a_message_shows_its_name() -> None:
     assert str(CellError({0: RankError("AssertionError", "", "")})) == "rank 0: AssertionError"
 

@@ -56,7 +56,7 @@ def test_the_likely_cause_is_shown_with_its_figures(
 
 def test_a_crash_shows_its_innermost_lines() -> None:
     log = "hello\nFatal Python error: Aborted\n\nThread 0x1:\n  File x\n\nCurrent thread 0x2:\n  File a\n  File b\nend"
-    assert log_end(log, 3) == ["Fatal Python error: Aborted", "Current thread 0x2:", "  File a"]
+    assert log_end(log, 3) == ["hello", "Fatal Python error: Aborted", "Current thread 0x2:", "  File a"]
     assert log_end("1\n2\n3", 2) == ["2", "3"]
 
 

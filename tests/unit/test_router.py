@@ -144,7 +144,7 @@ def test_sizes_are_readable() -> None:
 def test_the_table_has_gpu_columns_only_with_gpus() -> None:
     cpu = RankInfo(0, "a", 12, "cpu", 10_000, None, None, None, "idle", None)
     assert info_table([cpu]).splitlines() == [
-        "rank  host  pid  device  memory  state  last cell",
+        "rank  host  pid  device  memory  state  last cell took",
         "0     a     12   cpu     10 KB   idle",
     ]
     gpu = RankInfo(1, "a", 13, "GPU 3", 10_000, 0, 2_000_000, 80_000_000_000, "busy", 1.5)

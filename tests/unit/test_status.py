@@ -270,4 +270,4 @@ def test_status_lists_recent_and_running_cells(new_group: NewGroup) -> None:
     assert "2 ranks" in text and "in the background" in text and "last errors" not in text
     cell.stop()
     text = cell_magics.status_text(group, group.history)
-    assert "last errors\nrank 1, cell 1: KeyboardInterrupt" in text
+    assert "last errors\nrank 1, cell 1: was stopped" in text

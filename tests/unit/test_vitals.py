@@ -160,6 +160,11 @@ def test_several_stragglers_and_several_others_are_named_together() -> None:
     )
 
 
+def test_no_rank_waits_more_than_all_of_its_time_or_less_than_none() -> None:
+    text = table_text([busy_rank(0, 1.0), busy_rank(1, 0.0), busy_rank(2, 1.0), busy_rank(3, 0.0)])
+    assert text.endswith("ranks 1, 3 are the stragglers: they wait 0 % of the time in collectives, the others 100 %")
+
+
 def test_gpus_have_columns_and_ranks_without_steps_show_collectives() -> None:
     gpu = {"gpu_use": 0.97, "gpu_memory": 12_300_000_000, "gpu_memory_total": 80_000_000_000, "gpu_temperature": 61}
     head, row = table_text([busy_rank(0, collectives_per_second=240.4, **gpu)]).splitlines()

@@ -103,12 +103,12 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
 
 
 def log_end(text: str, count: int) -> list[str]:
-    """Return the last `count` lines of a log, or the innermost frames of the crashed thread after a crash."""
+    """Return the last `count` lines of a log; after a crash, those before it and the crashed thread's inner frames."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
         if line.startswith("Fatal Python error"):  # from faulthandler; the crashed thread follows, innermost first
             stack = next((j for j in range(i, len(lines)) if lines[j].startswith("Current thread")), i + 1)
-            return [line, *lines[stack : stack + count - 1]]
+            return [*lines[max(0, i - count) : i], line, *lines[stack : stack + count - 1]]
     return lines[-count:]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddip.errors import ranks_text
 from ddip.group.cells.cell import Cell
 from ddip.group.cells.cell_status import cell_bundle
-from ddip.output.area import notify
+from ddip.output.area import inform
 from ddip.output.cells.background_page import BackgroundOutput
 from ddip.output.cells.router import CellOutput
 from ddip.output.widgets import Comms
@@ -15,7 +15,7 @@ def show_again(cell: Cell, comms: Comms | None) -> None:
     """Show the recorded output of `cell` and its error; if it still runs, also its output from now on."""
     left_out = cell.recording.left_out
     if left_out:
-        notify(
+        inform(
             f"the first {left_out} outputs of {cell.text} have been discarded; DipMagics.keep_output_bytes sets "
             "the limit"
         )

@@ -140,11 +140,17 @@ class Cell:
     @property
     def outcome_text(self) -> str:
         """The cell's outcome as a verb phrase."""
-        return ENDINGS.get(self.outcome or "", "failed")
+        return "ended with its group" if self._ended_with_group else ENDINGS.get(self.outcome or "", "failed")
+
+    @property
+    def _ended_with_group(self) -> bool:
+        """True if the cell ended because the whole group did, and not because of a rank of its own."""
+        return self.outcome == "rank_died" and all(error.name != RANK_ENDED for error in self.errors.values())
 
     def row(self) -> CellRow:
         """Return the cell's row in ``%dipcells``."""
         state = self.state if self.state != "ended" else WORDS[self.outcome or "ok"]
+        state = "the group ended" if self._ended_with_group else state
         return CellRow(self.number, self.ranks, state, self.seconds, self.background, self.first_line)
 
     def begin(self) -> None:

@@ -365,6 +365,7 @@ class Cells:
         """End all cells because the group ends; they tell the user `why`."""
         self._ended = why
         active = list(self._active.items())
-        for _, running in active:
+        for cell, running in active:
+            cell.noted = True  # the user has ended the group, and needs no line about its cells
             running.end_with_group(why)
         concurrent.futures.wait([cell.done for cell, _ in active], timeout=END_SECONDS)

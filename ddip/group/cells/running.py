@@ -17,11 +17,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Message, Recipient, Request
-from ddip.errors import CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
+from ddip.errors import MOST_OUTPUTS, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
 from ddip.group.cells.cell import Cell, Outcome, outcome_of
 from ddip.group.cells.cell_state import (
     Action,
@@ -43,8 +43,9 @@ from ddip.group.cells.cell_state import (
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
-from ddip.output.area import Notice, notify, stop_name
+from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
+from ddip.output.terminal_text import last_lines
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
@@ -160,12 +161,14 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
             ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
     for (source, restored), ranks in ranks_of.items():
         if restored:
-            notify(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
+            inform(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
         else:
             warning = "may hold partial results of the aborted collective"
             notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")
 
 
+OUTPUT_LINES = 10
+"""Number of the last lines of a rank's output that its error shows."""
 STILL_SECONDS = 2.0
 """Time that ranks must make no progress before their collectives are aborted because a rank caught its own error."""
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
@@ -314,7 +317,7 @@ class RunningCell:
         reports = [(rank, report) for rank, report in sorted(self.reports.items()) if report is not None]
         seconds = {rank: report["seconds"] for rank, report in reports if "seconds" in report}  # else it never began
         show_seconds = bool(seconds) and max(seconds.values()) >= self._show.display.report_after
-        self.cell.summary = where_text(seconds)
+        self.cell.summary = where_text(seconds, name_slowest=outcome == "ok")
         self.cell.seconds_by_rank, self.cell.errors = seconds, self.errors
         note = self.cell.summary if show_seconds else ""
         self._in_tabs = self._show.finish(self.errors, note, lambda: cell_bundle(self.cell, self._show.rich, outcome))
@@ -377,8 +380,18 @@ class RunningCell:
         if stuck:
             lines.append(f"{ranks_text(stuck)} did not stop:")
             lines.append(places_text(self._ranks.places(stuck)))
+            lines += self._logged_output(stuck)
             lines.append(way_out(stuck))
         return "\n".join(lines)
+
+    def _logged_output(self, stuck: Sequence[int]) -> list[str]:
+        """Return the last output of hidden ranks from their logs, as a rank that is `stuck` may answer nothing."""
+        lines = []
+        for rank in [rank for rank in stuck if rank not in self.cell.show_ranks][:MOST_OUTPUTS]:
+            log = "\n".join(self._ranks.cluster.log_tail(self._ranks.members[rank].engine))
+            if text := last_lines(log, OUTPUT_LINES):
+                lines += [f"[rank {rank}] last output:", text]
+        return lines
 
     @property
     def end_text(self) -> str:
@@ -441,7 +454,14 @@ class RunningCell:
         caught = caught_in(report)
         if caught is not None:
             self._after_caught.note_progress()
-        return RankReplied(rank, self._ranks.error_of(rank, reply), caught)
+        hidden = "" if report is None else report.get("hidden", "")
+        if caught is not None:
+            before, shown, _ = hidden.partition(caught.traceback)  # which the cell has printed itself
+            caught = replace(caught, output=last_lines(before if shown else "", OUTPUT_LINES))
+        error = self._ranks.error_of(rank, reply)
+        if error is not None:
+            error = replace(error, output=last_lines(hidden, OUTPUT_LINES))
+        return RankReplied(rank, error, caught)
 
     def _process(self, event: Event) -> None:
         """Process `event`: carry out the actions that follow, and process the events that these produce."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ddip.errors import RequestFailed
 from ddip.group.members.ranks import Ranks
-from ddip.output.area import notify
+from ddip.output.area import inform, notify
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import CellReport, IterationFacts, IterationReport
@@ -72,7 +72,7 @@ class Iterations:
             raise
         self._mark_reset(due)
         if cleared:
-            notify(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_same_group)
+            inform(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_same_group)
 
     def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         return self._ranks.ask_soon(dict.fromkeys(ranks, call), release=self._release)

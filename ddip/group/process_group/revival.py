@@ -12,7 +12,7 @@ from ddip.errors import RequestFailed, RequestInterrupted, ranks_text
 from ddip.group.members.members import Member
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
-from ddip.output.area import notify
+from ddip.output.area import inform, notify
 from ddip.protocol import on_rank
 from ddip.protocol.reports import LostObjects
 
@@ -40,7 +40,11 @@ def go_on(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> Non
         revived = answers[0]
     text = _revival_text(revived, going["wrappers"] - revived, going)
     if text:
-        notify(AGAIN + text)
+        is_complete = revived == going["wrappers"] and not (going["meshes"] or going["subgroups"] or going["rpc"])
+        if is_complete:
+            inform(AGAIN + text)
+        else:
+            notify(AGAIN + text)
         ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
 
 

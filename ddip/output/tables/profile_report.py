@@ -158,7 +158,7 @@ def profile_remarks(profile: Profile) -> list[str]:
     found += [f"{ranks_text(ranks)}: {note}" for note, ranks in notes.items()]
     if profile.folder is not None and profile.ranks:
         merged = f"; all ranks for ui.perfetto.dev: {profile.merged.name}" if profile.merged else ""
-        found.append(f"traces, one a rank: {profile.folder}{merged}")
+        found.append(f"traces, one per rank: {profile.folder}{merged}")
     return found
 
 
@@ -225,7 +225,7 @@ def _rank_row(each: RankProfile) -> list[str]:
 
 
 def _kind_head() -> list[str]:
-    return ["collective", "times", "seconds", "waiting", "begun last by"]
+    return ["collective", "count", "seconds", "waiting", "begun last by"]
 
 
 def _kind_rows(collectives: Sequence[Collective]) -> list[list[str]]:

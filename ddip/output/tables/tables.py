@@ -56,14 +56,18 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
     )
 
 
-def where_text(seconds: Mapping[int, float]) -> str:
-    """Format the ranks and duration of a cell, and name the slowest rank if its lag is more than chance."""
+def where_text(seconds: Mapping[int, float], *, name_slowest: bool = True) -> str:
+    """Format the ranks and duration of a cell; `name_slowest`: also the slowest rank if its lag is more than chance.
+
+    In a failed cell, the rank that took longest may only have waited for the one that failed.
+    """
     if not seconds:
         return ""
     slowest = max(seconds, key=seconds.__getitem__)
     took, behind = seconds[slowest], seconds[slowest] - min(seconds.values())
     text = f"{ranks_text(list(seconds))} · {took:.{2 if took < 10 else 1}f} s"
-    return f"{text} · slowest: rank {slowest}" if behind >= max(SLOW_SECONDS, SLOW_SHARE * took) else text
+    is_slow = name_slowest and behind >= max(SLOW_SECONDS, SLOW_SHARE * took)
+    return f"{text} · slowest: rank {slowest}" if is_slow else text
 
 
 def stack_of(answer: dict[str, Any]) -> Stack:
@@ -131,7 +135,16 @@ class RankInfo:
 
 def info_table(infos: Sequence[RankInfo]) -> str:
     """Return the table of ``%makedip -i``, with a GPU column if any rank has a GPU."""
-    head = ["rank", "host", "pid", "device", "memory", "GPU memory allocated / reserved / total", "state", "last cell"]
+    head = [
+        "rank",
+        "host",
+        "pid",
+        "device",
+        "memory",
+        "GPU memory allocated / reserved / total",
+        "state",
+        "last cell took",
+    ]
     rows = [
         [
             str(info.rank),

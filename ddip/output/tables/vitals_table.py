@@ -93,15 +93,12 @@ def _find_slow(waited: dict[int, float]) -> list[int]:
 def _straggler_text(waited: dict[int, float], slow: Sequence[int]) -> str:
     """Describe the stragglers `slow` among the ranks of one cell."""
     others = [rank for rank in waited if rank not in slow]
-    most, least = max(waited[rank] for rank in slow), min(waited[rank] for rank in others)
+    most, least = (_percent_text(share) for share in (max(waited[r] for r in slow), min(waited[r] for r in others)))
     who = "is the straggler: it waits" if len(slow) == 1 else "are the stragglers: they wait"
-    slow_share = _percent_text(most) if len(slow) == 1 else f"{_percent_text(most)} or less"
-    others_share = (
-        f"{ranks_text(others)} {_percent_text(least)}"
-        if len(others) == 1
-        else f"the others {_percent_text(least)} or more"
-    )
-    return f"{ranks_text(slow)} {who} {slow_share} of the time in collectives, {others_share}"
+    slow_share = most if len(slow) == 1 or most == "0 %" else f"{most} or less"
+    whom = ranks_text(others) if len(others) == 1 else "the others"
+    others_share = least if len(others) == 1 or least == "100 %" else f"{least} or more"
+    return f"{ranks_text(slow)} {who} {slow_share} of the time in collectives, {whom} {others_share}"
 
 
 # -- the table
@@ -201,7 +198,7 @@ def _state_text(rank: RankVitals) -> str:
 def _time_text(rank: RankVitals) -> str:
     if rank.seconds is None:
         return ""
-    return f"last {time_text(rank.seconds)}" if rank.state != "busy" else time_text(rank.seconds)
+    return f"last cell {time_text(rank.seconds)}" if rank.state != "busy" else time_text(rank.seconds)
 
 
 def time_text(seconds: float) -> str:

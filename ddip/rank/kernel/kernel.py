@@ -483,7 +483,8 @@ class RankKernel(CellKernel):
             text = None if raised is None else self.shell.find_formatted(raised)
             self._streams[1].write(cell_log.finish_log(header["msg_id"], [] if text is None else text.traceback))
         cells.end(raised)
-        history.end_cell(raised is None and self.shell.caught is None)
+        succeeded = raised is None and self.shell.caught is None
+        history.end_cell(succeeded)
         if raised is None:
             self.shell.begin_cell()
         del raised
@@ -493,6 +494,8 @@ class RankKernel(CellKernel):
                 stream.end_cell(header)
             for stream in self._streams:
                 stream.flush_all()  # output of a cell without a viewer is discarded, and the cell counts as silent
+        if not succeeded and RankStream.hidden_text:
+            report["hidden"] = RankStream.hidden_text
         return cast(CellReply, {**reply, "report": report, "silent": self.was_silent(header["msg_id"])})
 
     def _print_message(self, text: str) -> None:

@@ -156,20 +156,20 @@ class Descriptor(Pipe):
     def take(self) -> list[ProcessText]:
         """Read the text that has arrived, and append it to the log."""
         data = self.read()
-        with contextlib.suppress(OSError):  # the disk may be full
-            self._append_to_log(data)
+        self.append_to_log(data)
         text = self._decoder.decode(data)
         return [ProcessText(0, self._number, None, text)] if text else []
 
-    def _append_to_log(self, data: bytes) -> None:
-        """Append `data` to the log, truncating it first if it has grown too large; raises OSError."""
+    def append_to_log(self, data: bytes) -> None:
+        """Append `data` to the log, truncating it first if it has grown too large."""
         self._logged += len(data)
-        if self._logged > LOG_BYTES:
-            self._logged = len(data)
-            os.ftruncate(self.log, 0)
-            os.lseek(self.log, 0, os.SEEK_SET)
-        while data:
-            data = data[os.write(self.log, data) :]
+        with contextlib.suppress(OSError):  # the disk may be full
+            if self._logged > LOG_BYTES:
+                self._logged = len(data)
+                os.ftruncate(self.log, 0)
+                os.lseek(self.log, 0, os.SEEK_SET)
+            while data:
+                data = data[os.write(self.log, data) :]
 
 
 class Pipes:

@@ -33,6 +33,8 @@ POLL_SECONDS = 0.002
 """Delay before a pipe that had little data is watched again."""
 ORDER_SECONDS = 1.0
 """Maximum time that a write waits for earlier output of other writers to be read."""
+HIDDEN_CHARACTERS = 8_000
+"""Characters kept of the text that the notebook does not show."""
 MAX_LIMITERS = 50
 """Number of last cells whose limiters are kept for output that their threads write later."""
 
@@ -89,6 +91,8 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
     """Time of the last write; per stream, since assigning a class attribute invalidates Python's lookup caches."""
     last_text = ""
     """End of the text that was sent or discarded last, which may be a progress bar; shared by both streams."""
+    hidden_text = ""
+    """End of the text of the current cell if the notebook does not show this rank; shared by both streams."""
     flushing = False
     """True while the output thread flushes, set before it takes the text; shared by both streams.
 
@@ -111,9 +115,9 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
             os.register_at_fork(after_in_child=lambda: setattr(RankStream, "_forked_pid", os.getpid()))
         self._number = DESCRIPTORS[self.name]
         RankStream._streams[self._number] = self
-        descriptor = self._pipes.watch(self._number)
-        self._original_stdstream_copy = descriptor.log
-        for pipe in [self._pipes.records] * first + [descriptor]:
+        self._descriptor = self._pipes.watch(self._number)
+        self._original_stdstream_copy = self._descriptor.log
+        for pipe in [self._pipes.records] * first + [self._descriptor]:
             self.pub_thread.schedule(partial(self._watch_pipe, pipe))
 
     def write(self, string: str) -> int:
@@ -219,9 +223,16 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         """Flush, but stay open, since the next cell writes to the same stream."""
         self.flush()
 
+    def _flush_buffers(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Remove this process' own text and yield it by request; log hidden text, which the report of a death shows."""
+        for header, text in super()._flush_buffers():
+            if self._is_hidden(header):
+                self._descriptor.append_to_log(text[-HIDDEN_CHARACTERS:].encode("utf-8", "backslashreplace"))
+            yield header, text
+
     def begin_cell(self, header: dict[str, Any], limit: int) -> None:
         """Begin the cell of the request `header`, which may show `limit` characters; 0 discards its text."""
-        RankStream.last_text = ""
+        RankStream.last_text = RankStream.hidden_text = ""
         self._headers[header["msg_id"]], self._limiters[header["msg_id"]] = header, OutputLimiter(limit)
         if len(self._limiters) > MAX_LIMITERS:
             oldest = next(iter(self._limiters))
@@ -250,13 +261,20 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         return deque()
 
     def flush(self) -> None:
-        """Wait until the output thread has sent all text, unless the text of this cell is discarded.
+        """Wait until the output thread has sent all text; if the text of this cell is hidden, only log it.
 
         A loop may call this with each line that it prints.
         """
-        limiter = self._limiters.get(self.parent_header.get("msg_id", ""))
-        if limiter is None or limiter.limit:
+        if not self._is_hidden(self.parent_header):
             self.flush_all()
+        elif not self._forked_pid:
+            with self._order_lock:
+                self._queue_own()
+
+    def _is_hidden(self, header: dict[str, Any]) -> bool:
+        """Return whether the notebook does not show the text of the cell with this `header` of its request."""
+        limiter = self._limiters.get(header.get("msg_id", ""))
+        return limiter is not None and not limiter.limit
 
     def flush_all(self) -> None:
         """Wait until the output thread has processed all text, including text that is discarded."""
@@ -325,6 +343,8 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
             chunk = limiter.take(text)
             if chunk is not None:
                 self._send(chunk, parent)
+        else:
+            RankStream.hidden_text = (RankStream.hidden_text + text)[-HIDDEN_CHARACTERS:]
 
     def _send(self, chunk: Chunk, parent: dict[str, Any]) -> None:
         if chunk.breaks:
