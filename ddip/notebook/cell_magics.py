@@ -110,7 +110,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipcell 12", "%dipcell          the last cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the last one.")
+    @argument("number", nargs="?", metavar="CELL", help="Number of the cell; default: the last one.")
     @line_magic
     def dipcell(self, line: str = "") -> None:
         """Show the whole output of a cell again. If the cell still runs, later output also appears here."""
@@ -126,7 +126,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")
     @magic_arguments()
-    @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; default: all background cells.")
+    @argument("numbers", nargs="*", metavar="CELL", help="Numbers of cells; default: all background cells.")
     @argument(
         "-t", "--timeout", metavar="SECONDS", help="Time to wait; after it, %%dipwait fails and the cell continues."
     )
@@ -149,7 +149,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipstop 12", "%dipstop          the background cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the background cell.")
+    @argument("number", nargs="?", metavar="CELL", help="Number of the cell; default: the background cell.")
     @line_magic
     def dipstop(self, line: str = "") -> None:
         """Stop a background cell, as the stop button stops other cells. The ranks keep their variables."""

@@ -253,6 +253,7 @@ class DipMagics(Traits):
         "where",
         nargs="?",
         default="remote",
+        metavar="|".join(PLACES),
         help="remote: on the ranks (default); local: in the notebook; everywhere: in the notebook, then on the ranks.",
     )
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")

@@ -39,7 +39,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 20
+VERSION = 21
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -313,8 +313,8 @@ def drop_peek(number: int) -> dict[str, Any]: ...
 def read_clock() -> int: ...
 
 
-@remote("objects.names.has_name")
-def has_name(name: str) -> bool: ...
+@remote("objects.names.variable_names")
+def variable_names(beginning: str) -> list[str]: ...
 
 
 @remote("kernel.call_runner.drop_call_answer")
