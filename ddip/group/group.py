@@ -801,6 +801,8 @@ class Group:
 
         Raises
         ------
+        BadInput
+            If no rank has one of the variables.
         GroupError
             If a rank is lost or busy.
         """

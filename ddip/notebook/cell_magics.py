@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import keyword
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -184,13 +185,15 @@ class CellMagics(Magics):
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
 
-    @no_var_expand
+    @with_examples("%dipper g")
+    @magic_arguments()
+    @argument("name", nargs="?", metavar="VARIABLE", help="Variable of the notebook to assign.")
     @line_magic
     def dipper(self, line: str = "") -> None:
-        """Assign the `Group` object of the magics to a variable, such as g for %dipper g."""
-        name = line.strip()
-        if not name.isidentifier():
-            raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
+        """Assign the `Group` object of the magics to a variable."""
+        name = arguments.parse_line(self.dipper, "%dipper", line).name or ""
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise BadInput(f"{f'%dipper {name}'.rstrip()}: type the name of a variable, such as %dipper g")
         self.shell.push({name: self._main.require_group("%dipper")})
 
     # -- helpers
