@@ -8,13 +8,15 @@ appears if autoreload is on only in the notebook, because ranks would silently r
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import Completion
 
-from ddip.errors import CellError, RankError, ranks_text
+from ddip.errors import CellError, DdipError, LocalCellFailed, RankError, ranks_text
 from ddip.notebook.completion import ANSWER_SECONDS, MagicCompleter
 from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify, notify_late
@@ -59,6 +61,8 @@ class Hints:
         self._magic_completer = MagicCompleter(shell, group)
         self._completions = shell.Completer.completions
         shell.Completer.completions = self._complete  # type: ignore[method-assign]
+        self._debugger = shell.debugger
+        shell.debugger = self._debug_notebook  # type: ignore[method-assign]
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
@@ -68,7 +72,7 @@ class Hints:
 
     def close(self) -> None:
         """Remove all hooks from IPython."""
-        del self._shell.Completer.completions
+        del self._shell.Completer.completions, self._shell.debugger
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         if self._kernel is not None:
@@ -130,6 +134,8 @@ class Hints:
 
     def _after_cell(self, result: Any) -> None:
         error = result.error_in_exec or result.error_before_exec
+        if isinstance(error, LocalCellFailed) and error.__cause__ is not None:
+            _set_last_error(error.__cause__)
         group = self._group()
         if group is None or not group.alive:
             return
@@ -140,6 +146,17 @@ class Hints:
         found = UNKNOWN.search(str(error))
         if found is not None and group.has_name(found[1]):
             notify(f"{found[1]} is a variable of the ranks; %dipull {found[1]} copies rank 0's to the notebook")
+
+    def _debug_notebook(self, force: bool = False) -> None:
+        """Start IPython's debugger, but not in ddip's code; replaces ``debugger``, which %debug and %pdb call."""
+        error = getattr(sys, "last_value", None)
+        if not isinstance(error, DdipError) or not _is_of_a_magic(error):
+            self._debugger(force)
+        elif isinstance(error, CellError):
+            where = f"%debug works only in the notebook, and the error is of {ranks_text([*error.by_rank])}"
+            notify(f"{where}; %dipull copies variables from there, and %%dip local runs a cell in the notebook")
+        elif not isinstance(error, LocalCellFailed):  # then the debugger has been at its cause
+            notify("the last error is a message of ddip, so there is nothing to debug; %tb shows it again")
 
     def explain(self, error: CellError) -> None:
         """Add hints to `error`: on unknown names, ``exit()``, spawned workers and missing modules."""
@@ -195,6 +212,19 @@ class Hints:
             return []
         lack = "is new and lacks" if len(new) == 1 else "are new and lack"
         return [f"{ranks_text(new)} {lack} what earlier cells have defined: run those again"]
+
+
+def _is_of_a_magic(error: BaseException) -> bool:
+    """Return whether a magic has raised `error`, so that the user's code has no frame to debug."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name in ("run_line_magic", "run_cell_magic") for frame, _ in frames)
+
+
+def _set_last_error(error: BaseException) -> None:
+    """Set the error that %debug, %tb and ``pdb.pm`` use."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
 
 
 def _lacks_names_of_cells(problem: RankError) -> bool:

@@ -346,11 +346,12 @@ class DipMagics(Traits):
         Returns the output of a cell for `both` sides, which ranks do not repeat.
         """
         if both:
-            succeeded, output = both_sides.run_here(self.shell, cell)
+            execution, output = both_sides.run_here(self.shell, cell)
         else:
-            succeeded, output = self.shell.run_cell(cell).success, ("", "")
-        if not succeeded:
-            raise LocalCellFailed("the cell failed in the notebook")
+            execution, output = self.shell.run_cell(cell), ("", "")
+        if not execution.success:
+            error = execution.error_in_exec or execution.error_before_exec
+            raise LocalCellFailed("the cell failed in the notebook") from error
         return output
 
     @with_examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")

@@ -606,3 +606,19 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
     assert "not found" in bare_notebook.fails("%makedip -n 1").stderr
     bare_notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")
     assert bare_notebook.ok("%reload_ext ddip").text == ""  # no group, so no notice
+
+
+def test_debug_opens_no_frame_of_ddip(notebook: Notebook) -> None:
+    notebook.fails("%%dip -r 1\n1 / 0")
+    shown = notebook.ok("%debug")
+    assert re.search(r"^ddip: %debug works only in the notebook, and the error is of rank 1; .*%dipull", shown.stderr)
+    assert shown.stdout == ""
+    notebook.fails("%dipull nowhere")
+    assert "the last error is a message of ddip" in notebook.ok("%debug").stderr
+    notebook.fails("%%dip local\ndef divide(a): return 1 / a\ndivide(0)")
+    assert "ZeroDivisionError" in notebook.run("%tb").traceback
+    debugged = notebook.run("%debug").stdout  # the prompt fails, as tests answer none
+    assert "divide" in debugged and "ddip" not in debugged
+    notebook.ok("%dipper g")
+    notebook.fails("def train(): g.run('1 / 0')\ntrain()")
+    assert "ddip: %debug" not in notebook.run("%debug").text  # its frames are the user's
