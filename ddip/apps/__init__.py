@@ -27,6 +27,11 @@ ANY_OF = {"hf": ("accelerate", "transformers"), "lightning": ("lightning", "pyto
 """Modules of which each of these apps needs at least one."""
 
 
+def app_names() -> list[str]:
+    """Return the names of all apps of installed packages."""
+    return sorted(entry.name for entry in entry_points(group=GROUP))
+
+
 def find_module(name: str | None) -> str:
     """Return the module of the app `name`, or an empty string for None.
 

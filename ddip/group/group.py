@@ -70,7 +70,7 @@ log.addHandler(logging.NullHandler())
 guard.show = notify
 
 NAME_SECONDS = 2.0
-"""Longest wait of ``has_name`` for the reply of rank 0; it is called after a cell has failed."""
+"""Longest wait of ``variable_names`` for the reply of a rank; it is called after a cell has failed."""
 STACK_SECONDS = 1.0
 """Longest wait of ``stacks`` for the reply of a rank."""
 ASKING = "asking the ranks was interrupted"
@@ -635,7 +635,15 @@ class Group:
 
     def has_name(self, name: str) -> bool:
         """Return whether rank 0 has a variable of this name."""
-        return bool(self.ranks.call_on_control_channel([0], on_rank.has_name(name), seconds=NAME_SECONDS)[0])
+        return name in self.variable_names(name)
+
+    def variable_names(self, beginning: str, rank: int = 0, seconds: float = NAME_SECONDS) -> list[str]:
+        """Return the names of a rank's variables that begin with `beginning`, even while the rank runs a cell.
+
+        Returns no names if the rank does not answer within `seconds`.
+        """
+        call = on_rank.variable_names(beginning)
+        return self.ranks.call_on_control_channel([rank], call, seconds=seconds)[rank] or []
 
     # -- objects
 
@@ -793,6 +801,8 @@ class Group:
 
         Raises
         ------
+        BadInput
+            If no rank has one of the variables.
         GroupError
             If a rank is lost or busy.
         """

@@ -6,7 +6,9 @@ import difflib
 import functools
 import keyword
 import re
+import shlex
 import unicodedata
+from argparse import Action
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -63,7 +65,34 @@ def missing_value_text(parser: MagicArgumentParser, error: str) -> str:
     """Describe the value of the option that lacks one according to `error`; empty for other errors."""
     found = VALUE.search(error)
     actions = [action for action in parser._actions if found and "/".join(action.option_strings) == found[1]]
-    return f"type a value after {actions[0].option_strings[0]}: {actions[0].help}" if actions else ""
+    return _value_text(actions[0]) if actions else ""
+
+
+def _value_text(action: Action) -> str:
+    return f"type a value after {action.option_strings[0]}: {action.help}".replace("%%", "%")  # argparse doubles it
+
+
+def _find_repeated(parser: MagicArgumentParser, line: str) -> str:
+    """Return what to type instead of an option with a value that is typed twice; argparse would use the last one."""
+    options = {option: action for action in parser._actions for option in action.option_strings if action.nargs != 0}
+    typed = [
+        options[word] for word in (word.partition("=")[0] for word in shlex.split(line, posix=False)) if word in options
+    ]
+    for action in typed:
+        if typed.count(action) > 1:
+            several = ", with all its values after it" if action.nargs == "+" else ""
+            return f"type {action.option_strings[0]} only once{several}"
+    return ""
+
+
+def _find_empty(parser: MagicArgumentParser, args: Any) -> str:
+    """Return what to type instead of an option's empty value, such as ``-a ''``."""
+    for action in parser._actions:
+        typed = getattr(args, action.dest)
+        values = typed if isinstance(typed, list) else [typed]
+        if action.option_strings and any(value and strip_quotes(value) == "" for value in values):
+            return _value_text(action)
+    return ""
 
 
 def _is_valid(parser: MagicArgumentParser, words: list[str]) -> bool:
@@ -105,7 +134,7 @@ def _suggest_word(
         yield f"-n {word}"
     elif re.fullmatch(r"-[A-Za-z]", word) and word.swapcase() in options:
         yield word.swapcase()
-    elif option.startswith("--") and (like := difflib.get_close_matches(option, options, 1, 0.7)):
+    elif option.startswith("--") and (like := difflib.get_close_matches(option, options, 1, 0.75)):
         yield like[0] + equals + value
     else:
         yield word
@@ -140,7 +169,7 @@ def parse_line(magic: Any, name: str, line: str) -> Any:
     line = COMMENT.sub("", line).rstrip().removesuffix(";")  # users type ";" to hide the value of a line
     if name == "%%dip" and is_code(line):
         raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
-    if {"-h", "--help"}.intersection(line.split()):
+    if {"-h", "--help", "-help"}.intersection(DASHES.sub("-", line).split()):
         raise BadInput(f"{name} {line.strip()}: type %{name.lstrip('%')}? for its options and examples")
     suggestion = suggest_line(name, line, magic.parser)
     if suggestion:
@@ -152,8 +181,12 @@ def parse_line(magic: Any, name: str, line: str) -> Any:
         value = missing_value_text(magic.parser, str(error))
         what = f"type {suggestion}" if suggestion else value or f"{error}; %{name.lstrip('%')}? lists the options"
         raise BadInput(f"{name} {line.strip()}: {what}") from None
-    except ValueError as error:  # an unclosed quote
-        raise BadInput(f"{name} {line.strip()}: {error}") from None
+    except ValueError:
+        what = "a quote is not closed; type it on both sides of the text, or leave it out"
+        raise BadInput(f"{name} {line.strip()}: {what}") from None
+    what = _find_repeated(magic.parser, line) or _find_empty(magic.parser, args)
+    if what:
+        raise BadInput(f"{name} {line.strip()}: {what}")
     for key, value in vars(args).items():
         typed = [strip_quotes(item) for item in value] if isinstance(value, list) else strip_quotes(value)
         if key in NAME_ARGUMENTS and typed is not None:  # Python normalizes identifiers
@@ -204,6 +237,14 @@ def peek_timeout(args: Any, line: str) -> float | None:
     return None
 
 
+def refuse_rank_options(parser: MagicArgumentParser, args: Any) -> None:
+    """Raise BadInput for an option of ``%%dip local``: all of them are for cells on ranks."""
+    for action in parser._actions:
+        if action.option_strings and getattr(args, action.dest) != action.default:
+            option = action.option_strings[0]
+            raise BadInput(f"%%dip local {option}: {option} is for cells on ranks; type %%dip local, or %%dip {option}")
+
+
 def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
     """Raise BadInput for ``--profile`` on a cell that does not run only on ranks.
 
@@ -245,6 +286,10 @@ def _parse_reach(args: Any) -> Reach:
         raise BadInput(
             f"--profile {args.profile}: it configures a launcher; type it with --engines, such as --engines ssh"
         )
+    for option in () if ways else ("cd", "python", "setup"):
+        if getattr(args, option) is not None:
+            typed = f"--{option} {getattr(args, option)}"
+            raise BadInput(f"{typed}: it is for ranks on other hosts; type it with --hosts, such as --hosts h1:4,h2:4")
     return Reach(
         args.cd,
         args.python or "",
@@ -315,7 +360,7 @@ def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str
             names.append(word)
             continue
         name = next(words, "").removesuffix(",")
-        if not names or not name.isidentifier() or keyword.iskeyword(name):
+        if not names or names[-1].rpartition(",")[2] in renames or not name.isidentifier() or keyword.iskeyword(name):
             raise BadInput(f"{magic} {' '.join(typed)}: type a name on each side of as, such as {magic} model as best")
         renames[names[-1].rpartition(",")[2]] = name
     return names, renames
@@ -330,10 +375,20 @@ def names_and_ranks(
     """
     words = list(typed or [])
     split = next((i for i, word in enumerate(words) if word.strip(",").isidentifier() and word != "all"), len(words))
-    names = [name for word in (*names, *words[split:]) for name in word.split(",") if name]
+    names = [*dict.fromkeys(name for word in (*names, *words[split:]) for name in word.split(",") if name)]
     if not names:
         raise BadInput(f"{magic}: type the names of variables, such as {magic} model losses")
-    return names, parse_ranks(words[:split], size, "-r") if typed else None
+    return names, parse_ranks(words[: split or 1], size, "-r") if typed else None
+
+
+def suggest_names(magic: str, missing: Sequence[str], known: Sequence[str]) -> str:
+    """Return the end of an error about `missing` variables: the line for similar names that are `known`, if any.
+
+    >>> suggest_names("%dipull", ["modle"], ["model", "loss"])
+    '; type %dipull model'
+    """
+    similar = [like for name in missing for like in difflib.get_close_matches(name, known, 1, 0.7)]
+    return f"; type {magic} {' '.join(similar)}" if similar else ""
 
 
 def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
@@ -374,6 +429,13 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
     if not ranks:
         raise BadInput(f"{typed}: type at least one rank; {range_text}")
     return list(ranks)
+
+
+def parse_rank(typed: str, size: int, option: str) -> int:
+    """Parse the number of one rank; raise BadInput."""
+    if not re.fullmatch(r"\d+", typed, re.ASCII) or int(typed) >= size:
+        raise BadInput(f"{option} {typed}: type one rank from 0 to {size - 1}, such as {option} 0")
+    return int(typed)
 
 
 def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:

@@ -179,7 +179,9 @@ class Autodip:
         text = "".join(lines)
         if not self.takes(text) or self._running or self.hidden():
             return lines
-        magic = f"%%dip everywhere {self._arguments}".rstrip() if self._is_for_both_sides(text) else self._magic
+        magic = self._magic
+        if self._is_for_both_sides(text) and "everywhere" not in magic.split():
+            magic = f"%%dip everywhere {self._arguments}".rstrip()
         return [f"{magic}\n", *lines]
 
     def hidden(self) -> bool:

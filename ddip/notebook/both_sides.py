@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from ddip.notebook.first_lines import NO_CODE
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 BOTH_SIDES = ("cd", "env", "set_env", "autoreload", "aimport")
 """A cell that contains only these, and extensions that ranks also need, runs in the notebook and on the ranks."""
@@ -48,17 +48,17 @@ def for_ranks(cell: str) -> str:
     return LOAD_AUTORELOAD + cell if {"autoreload", "aimport"}.intersection(magic_names(cell)) else cell
 
 
-def run_here(shell: InteractiveShell, cell: str) -> tuple[bool, tuple[str, str]]:
+def run_here(shell: InteractiveShell, cell: str) -> tuple[ExecutionResult, tuple[str, str]]:
     """Run a cell for both sides in the notebook.
 
-    Returns True if it succeeded, and its output: stdout with the value of the last line, and stderr.
+    Returns IPython's result, and the output: stdout with the value of the last line, and stderr.
     """
     with _copy_stream("stdout") as out, _copy_stream("stderr") as err:
         execution = shell.run_cell(cell)
     value = ""
     if execution.result is not None and shell.display_formatter is not None:
         value = shell.display_formatter.format(execution.result)[0].get("text/plain", "")
-    return execution.success, (out.getvalue() + value, err.getvalue())
+    return execution, (out.getvalue() + value, err.getvalue())
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
+import keyword
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -113,7 +114,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipcell 12", "%dipcell          the last cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the last one.")
+    @argument("number", nargs="?", metavar="CELL", help="Number of the cell; default: the last one.")
     @line_magic
     def dipcell(self, line: str = "") -> None:
         """Show the whole output of a cell again. If the cell still runs, later output also appears here."""
@@ -129,7 +130,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")
     @magic_arguments()
-    @argument("numbers", nargs="*", metavar="N", help="Numbers of cells; default: all background cells.")
+    @argument("numbers", nargs="*", metavar="CELL", help="Numbers of cells; default: all background cells.")
     @argument(
         "-t", "--timeout", metavar="SECONDS", help="Time to wait; after it, %%dipwait fails and the cell continues."
     )
@@ -152,7 +153,7 @@ class CellMagics(Magics):
 
     @with_examples("%dipstop 12", "%dipstop          the background cell")
     @magic_arguments()
-    @argument("number", nargs="?", metavar="N", help="Number of the cell; default: the background cell.")
+    @argument("number", nargs="?", metavar="CELL", help="Number of the cell; default: the background cell.")
     @line_magic
     def dipstop(self, line: str = "") -> None:
         """Stop a background cell, as the stop button stops other cells. The ranks keep their variables."""
@@ -187,13 +188,15 @@ class CellMagics(Magics):
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
 
-    @no_var_expand
+    @with_examples("%dipper g")
+    @magic_arguments()
+    @argument("name", nargs="?", metavar="VARIABLE", help="Variable of the notebook to assign.")
     @line_magic
     def dipper(self, line: str = "") -> None:
-        """Assign the `Group` object of the magics to a variable, such as g for %dipper g."""
-        name = line.strip()
-        if not name.isidentifier():
-            raise BadInput(f"%dipper {name}: type the name of a variable, such as %dipper g")
+        """Assign the `Group` object of the magics to a variable."""
+        name = arguments.parse_line(self.dipper, "%dipper", line).name or ""
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise BadInput(f"{f'%dipper {name}'.rstrip()}: type the name of a variable, such as %dipper g")
         self.shell.push({name: self._main.require_group("%dipper")})
 
     # -- helpers

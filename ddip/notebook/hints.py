@@ -1,33 +1,34 @@
 """Help while the user types, and hints after errors.
 
-In a cell for the ranks, rank 0 answers Tab and ``?`` if it is idle and quick; otherwise the notebook does. Hints
-explain names that exist only on the other side. A warning appears if autoreload is on only in the notebook, because
-ranks would silently run old modules.
+In a cell for the ranks, rank 0 answers Tab and ``?`` if it is idle and quick; otherwise the notebook does. Tab on the
+line of a ddip magic offers what its parser accepts. Hints explain names that exist only on the other side. A warning
+appears if autoreload is on only in the notebook, because ranks would silently run old modules.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ddip.errors import CellError, RankError, ranks_text
+from IPython.core.completer import Completion
+
+from ddip.errors import CellError, DdipError, LocalCellFailed, RankError, ranks_text
+from ddip.notebook.completion import ANSWER_SECONDS, MagicCompleter
 from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify, notify_late
-from ddip.protocol import compat_ipython
 from ddip.protocol.start_methods import NOT_FORKED
 
 if TYPE_CHECKING:
-    from IPython.core.completer import CompletionContext
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.group import Group
     from ddip.notebook.autodip import Autodip
     from ddip.protocol.on_rank import RemoteCall
 
-ANSWER_SECONDS = 0.2
-"""Seconds to wait for rank 0's answer before the notebook answers."""
 MAGIC = re.compile(r"%%dip(?:[ \t]([^\n]*))?\n")
 WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
@@ -57,35 +58,25 @@ class Hints:
         self._group = group
         self._autodipper = autodipper
         self.autoreload = Autoreload(shell)
-        self._matchers: list[Any] = []
-        """ddip's entry in IPython's list of matchers, if IPython has such a list."""
-        if compat_ipython.NOTEBOOK.is_on(compat_ipython.COMPLETION):
-            from IPython.core.completer import context_matcher
-
-            self._matchers = [context_matcher(identifier="ddip", priority=1e6)(lambda context: self._complete(context))]
-            shell.Completer.custom_matchers += self._matchers
-        self._do_complete: Callable[[str, int], Any] | None = None
-        """The kernel's own, if IPython has no such list: before 8.6."""
+        self._magic_completer = MagicCompleter(shell, group)
+        self._completions = shell.Completer.completions
+        shell.Completer.completions = self._complete  # type: ignore[method-assign]
+        self._debugger = shell.debugger
+        shell.debugger = self._debug_notebook  # type: ignore[method-assign]
         shell.events.register("post_run_cell", self._after_cell)
         shell.events.register("pre_run_cell", self._before_cell)
         self._kernel = getattr(shell, "kernel", None)
         if self._kernel is not None:
             self._inspect = self._kernel.do_inspect
             self._kernel.do_inspect = self._inspect_on_rank_0
-            if not self._matchers:
-                self._do_complete, self._kernel.do_complete = self._kernel.do_complete, self._complete_on_rank_0
 
     def close(self) -> None:
         """Remove all hooks from IPython."""
-        for matcher in self._matchers:
-            if matcher in self._shell.Completer.custom_matchers:
-                self._shell.Completer.custom_matchers.remove(matcher)
+        del self._shell.Completer.completions, self._shell.debugger
         self._shell.events.unregister("post_run_cell", self._after_cell)
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         if self._kernel is not None:
             del self._kernel.do_inspect
-            if self._do_complete is not None:
-                del self._kernel.do_complete
 
     # -- while a person types
 
@@ -108,37 +99,24 @@ class Hints:
         answer = group.try_call(ask(text[begin:], cursor - begin), ANSWER_SECONDS)
         return None if answer is None else (begin, answer)
 
-    def _complete(self, context: CompletionContext) -> dict[str, Any]:
-        from IPython.core.completer import SimpleCompletion
+    def _complete(self, text: str, offset: int) -> Iterator[Completion]:
+        """Complete `text` at `offset`; replaces IPython's ``Completer.completions``, which all front ends call."""
+        found = self._magic_completer.complete(text[:offset])
+        if found is None:
+            found = self._complete_on_rank_0(text, offset)
+        return iter(found) if found is not None else self._completions(text, offset)
 
+    def _complete_on_rank_0(self, text: str, cursor: int) -> list[Completion] | None:
         from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
-        lines = context.full_text.split("\n")
-        cursor = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-        asked = self._ask_rank_0(on_rank.complete_code, context.full_text, cursor)
-        if asked is None:
-            return {"completions": []}
-        begin, answer = asked
-        kinds = {
-            item["text"]: item.get("type") for item in answer.get("metadata", {}).get("_jupyter_types_experimental", ())
-        }
-        return {
-            "completions": [SimpleCompletion(text=text, type=kinds.get(text)) for text in answer["matches"]],
-            "matched_fragment": context.full_text[begin + answer["cursor_start"] : cursor],
-            "ordered": True,
-            "suppress": True,
-        }
-
-    def _complete_on_rank_0(self, code: str, cursor: int) -> Any:
-        """Let rank 0 answer Tab if possible; replaces the ``do_complete`` of the kernel of an old IPython."""
-        from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
-
-        asked = self._ask_rank_0(on_rank.complete_code, code, cursor)
+        asked = self._ask_rank_0(on_rank.complete_code, text, cursor)
         if asked is None or not asked[1]["matches"]:
-            assert self._do_complete is not None
-            return self._do_complete(code, cursor)
+            return None
         begin, answer = asked
-        return {**answer, "cursor_start": answer["cursor_start"] + begin, "cursor_end": answer["cursor_end"] + begin}
+        items = answer.get("metadata", {}).get("_jupyter_types_experimental", ())
+        kinds = {item["text"]: item.get("type") for item in items}
+        span = begin + answer["cursor_start"], begin + answer["cursor_end"]
+        return [Completion(*span, match, type=kinds.get(match)) for match in answer["matches"]]
 
     def _inspect_on_rank_0(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
@@ -156,6 +134,8 @@ class Hints:
 
     def _after_cell(self, result: Any) -> None:
         error = result.error_in_exec or result.error_before_exec
+        if isinstance(error, LocalCellFailed) and error.__cause__ is not None:
+            _set_last_error(error.__cause__)
         group = self._group()
         if group is None or not group.alive:
             return
@@ -166,6 +146,19 @@ class Hints:
         found = UNKNOWN.search(str(error))
         if found is not None and group.has_name(found[1]):
             notify(f"{found[1]} is a variable of the ranks; %dipull {found[1]} copies rank 0's to the notebook")
+
+    def _debug_notebook(self, force: bool = False) -> None:
+        """Start IPython's debugger, but not in ddip's code; replaces ``debugger``, which %debug and %pdb call."""
+        error = getattr(sys, "last_value", None)
+        if not isinstance(error, DdipError) or not _is_of_a_magic(error):
+            self._debugger(force)
+        elif isinstance(error, CellError):
+            notify(
+                f"%debug works only in the notebook, and the error is of {ranks_text([*error.by_rank])}; %dipull "
+                "copies variables from there, and %%dip local runs a cell in the notebook"
+            )
+        elif not isinstance(error, LocalCellFailed):  # then the debugger has been at its cause
+            notify("the last error is a message of ddip, so there is nothing to debug; %tb shows it again")
 
     def explain(self, error: CellError) -> None:
         """Add hints to `error`: on unknown names, ``exit()``, spawned workers and missing modules."""
@@ -221,6 +214,19 @@ class Hints:
             return []
         lack = "is new and lacks" if len(new) == 1 else "are new and lack"
         return [f"{ranks_text(new)} {lack} what earlier cells have defined: run those again"]
+
+
+def _is_of_a_magic(error: BaseException) -> bool:
+    """Return whether a magic has raised `error`, so that the user's code has no frame to debug."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name in ("run_line_magic", "run_cell_magic") for frame, _ in frames)
+
+
+def _set_last_error(error: BaseException) -> None:
+    """Set the error that %debug, %tb and ``pdb.pm`` use."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
 
 
 def _lacks_names_of_cells(problem: RankError) -> bool:

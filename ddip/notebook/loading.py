@@ -45,9 +45,7 @@ def load_extension(shell: InteractiveShell) -> None:
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
     session.set_current(magics)
     for library, features in compat.find_off(compat_ipython.NOTEBOOK).items():
-        here = [feature for feature in features if feature != compat_ipython.COMPLETION or not hasattr(shell, "kernel")]
-        if here:
-            area.notify(compat.describe_off(library, here))
+        area.notify(compat.describe_off(library, features))
     if magics.warm and not magics.spawn and preload_client.can_fork():
         preload_client.ensure_process(modules)
 

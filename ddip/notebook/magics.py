@@ -255,6 +255,7 @@ class DipMagics(Traits):
         "where",
         nargs="?",
         default="remote",
+        metavar="|".join(PLACES),
         help="remote: on the ranks (default); local: in the notebook; everywhere: in the notebook, then on the ranks.",
     )
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
@@ -289,33 +290,25 @@ class DipMagics(Traits):
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
         """Run the cell on every rank; fails if it fails on any."""
-        args = arguments.parse_line(self.dip, "%%dip", line)
-        if args.where not in PLACES:
-            raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
-        if args.bg and args.where != "remote":
-            raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
+        args = self._parse_dip(line)
         if not cell.strip() and args.appcmd is None:
             raise BadInput(f"%%dip {line.strip()}".rstrip() + ": the cell is empty; type the code below this line")
-        arguments.check_profile(args.profile, args.where, PLACES)
-        timeout = None if args.timeout is None else arguments.parse_seconds(args.timeout, "--timeout", 0.1)
         if args.where != "local":
-            group = self.require_group("%%dip")
-            size = group.world_size
-            ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks(args.ranks, size, "-r")
-            shown = arguments.ranks_to_show(args.see, ranks, size, self.show_ranks)
+            group, ranks = self.require_group("%%dip"), args.ranks
             self.hints.autoreload.record_cell(cell, group, ranks)
         both = args.where == "everywhere" and bool(both_sides.magic_names(cell))
         if args.where != "remote":
             local_output = self._run_here(cell, both)
         if args.where != "local":
-            self._print_verbose(f"running on {len(ranks)} of {size} ranks")
+            self._print_verbose(f"running on {len(ranks)} of {group.world_size} ranks")
             if args.queue and not args.bg and (args.appcmd is None or group.request.app is not None):
                 group.wait_until_free(ranks if args.appcmd is None else None)  # a command of the app runs on all ranks
             if args.appcmd is not None:
                 answer = group.command(args.appcmd)
                 if answer:
                     print(answer)
-            options = {"show_ranks": shown, "quiet": args.quiet, "timeout": timeout, "unmatched": args.unmatched}
+            options = {"show_ranks": args.see, "quiet": args.quiet, "timeout": args.timeout}
+            options |= {"unmatched": args.unmatched}
             options |= {"log": args.log or "", "profile": args.profile}
             if args.bg:
                 group.start(cell, ranks, queue=args.queue, **options)
@@ -324,7 +317,7 @@ class DipMagics(Traits):
             try:
                 if both:
                     rank_cell = both_sides.for_ranks(cell)
-                    group.run_there_too(rank_cell, ranks, local_output, timeout=timeout, tell=tell)
+                    group.run_there_too(rank_cell, ranks, local_output, timeout=args.timeout, tell=tell)
                 else:
                     group.run(cell, ranks, tell=tell, **options)
                     if tell and len(ranks) > 1:
@@ -333,17 +326,36 @@ class DipMagics(Traits):
                 self.hints.explain(error)
                 raise
 
+    def _parse_dip(self, line: str) -> Any:
+        """Return the arguments of ``%%dip``, with ranks and seconds as numbers; raises BadInput or NoGroup."""
+        args = arguments.parse_line(self.dip, "%%dip", line)
+        if args.where not in PLACES:
+            raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
+        if args.bg and args.where != "remote":
+            raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
+        arguments.check_profile(args.profile, args.where, PLACES)
+        if args.where == "local":
+            arguments.refuse_rank_options(self.dip.parser, args)
+            return args
+        if args.timeout is not None:
+            args.timeout = arguments.parse_seconds(args.timeout, "--timeout", 0.1)
+        size = self.require_group("%%dip").world_size
+        args.ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks(args.ranks, size, "-r")
+        args.see = arguments.ranks_to_show(args.see, args.ranks, size, self.show_ranks)
+        return args
+
     def _run_here(self, cell: str, both: bool) -> tuple[str, str]:
         """Run the cell in the notebook; raises LocalCellFailed.
 
         Returns the output of a cell for `both` sides, which ranks do not repeat.
         """
         if both:
-            succeeded, output = both_sides.run_here(self.shell, cell)
+            execution, output = both_sides.run_here(self.shell, cell)
         else:
-            succeeded, output = self.shell.run_cell(cell).success, ("", "")
-        if not succeeded:
-            raise LocalCellFailed("the cell failed in the notebook")
+            execution, output = self.shell.run_cell(cell), ("", "")
+        if not execution.success:
+            error = execution.error_in_exec or execution.error_before_exec
+            raise LocalCellFailed("the cell failed in the notebook") from error
         return output
 
     @with_examples("%autodip on", '%autodip on -a "-S all"', "%autodip off")
@@ -363,7 +375,8 @@ class DipMagics(Traits):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
             self.require_group("%autodip on")
-            arguments.parse_line(self.dip, "%%dip", args.args or "")
+            if self._parse_dip(args.args or "").where == "local":
+                raise BadInput(f"%autodip {line.strip()}: cells without %autodip are local; type %autodip off")
             self.autodipper.on(args.args or "")
         elif args.args is not None:
             raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')

@@ -14,7 +14,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
-from ddip.errors import BadInput, ranks_text
+from ddip.errors import BadInput, TransferError, ranks_text
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
 
@@ -76,10 +76,13 @@ class ObjectMagics(Magics):
         with folder.left_out():
             from ddip.group.objects.transfer import check_own
 
+        if "as" in names:
+            raise BadInput(f"%dipush {line.strip()}: a push keeps the names; type best = model, then %dipush best")
         check_own(names, "%dipush")
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
-            raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed")
+            like = arguments.suggest_names("%dipush", missing, list(self.shell.user_ns))
+            raise BadInput(f"%dipush: the notebook has no variable {', '.join(missing)}; nothing was pushed{like}")
         values = {name: self.shell.user_ns[name] for name in names}
         to = range(group.world_size) if ranks is None else ranks
         with self._show_transfer(
@@ -147,10 +150,16 @@ class ObjectMagics(Magics):
         with self._show_transfer(
             group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}"
         ) as progress:
-            if seconds is None:
-                values, moved = group.pull_all(names, ranks, progress)
-            else:
-                values, moved = group.peek_all(names, ranks, seconds, progress)
+            try:
+                if seconds is None:
+                    values, moved = group.pull_all(names, ranks, progress)
+                else:
+                    values, moved = group.peek_all(names, ranks, seconds, progress)
+            except TransferError as error:
+                known = group.variable_names("", ranks[0])
+                missing = [name for name in names if known and name not in known]
+                error.args = (f"{error}{arguments.suggest_names('%dipull', missing, known)}",)
+                raise
         as_list = args.ranks is not None and (len(ranks) > 1 or "all" in args.ranks)
         found = {name: [value[name] for value in values] if as_list else values[0][name] for name in names}
         _print_moved(moved)

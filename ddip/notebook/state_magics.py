@@ -60,7 +60,7 @@ class TrainingMagics(Magics):
         args = arguments.parse_line(self.dipsync, "%dipsync", line)
         group = self._main.require_group("%dipsync")
         names = _checked_names(args.names, "%dipsync")
-        (source,) = arguments.parse_ranks([args.source], group.world_size, "--from")
+        source = arguments.parse_rank(args.source, group.world_size, "--from")
         copied = group.sync(names, source)
         if not copied:
             self._main.confirm_done("nothing differs that could be copied")
@@ -69,7 +69,8 @@ class TrainingMagics(Magics):
         self._main.confirm_done(f"copied from rank {source}: {', '.join(copied[:SHOWN_PATHS])}{more}")
 
 
-def _checked_names(names: list[str], magic: str) -> list[str]:
+def _checked_names(typed: list[str], magic: str) -> list[str]:
+    names = [*dict.fromkeys(name for word in typed for name in word.split(",") if name)]
     for name in names:
         if not name.isidentifier():
             raise BadInput(f"{magic} {name}: type names of variables, such as {magic} model opt")

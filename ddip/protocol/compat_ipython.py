@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ddip.protocol.compat import Names
 
-_COMPLETER = "IPython.core.completer"
 _KERNEL = "ipykernel.kernelbase.Kernel"
 _STREAM = "ipykernel.iostream.OutStream"
 KERNEL_TESTED = "6.17 to 7.4"
@@ -16,7 +15,6 @@ AWAITS = "the stop button may not end a cell that awaits"
 QUICK = "short cells take longer"
 DISPLAYS = "a print may appear below a later display"
 MODULES = "changed modules of the notebook are not reloaded on other hosts"
-COMPLETION = "Tab offers no names of the ranks in a terminal"
 RELOAD = "%reload_ext ddip ends the group"
 RANK_KERNEL = Names(
     "ipykernel",
@@ -42,11 +40,6 @@ NOTEBOOK = Names(
     "IPython",
     TESTED,
     features={
-        COMPLETION: (
-            f"{_COMPLETER}.CompletionContext",
-            f"{_COMPLETER}.SimpleCompletion",
-            f"{_COMPLETER}.context_matcher",
-        ),
         RELOAD: ("IPython.core.extensions.ExtensionManager.reload_extension",),
     },
 )

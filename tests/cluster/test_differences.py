@@ -374,7 +374,7 @@ def test_the_report_appears_below_the_error_and_dipsync_repairs_it(notebook: Not
     assert "object" in notebook.ok("%dipcheck job").text
     assert "copied from rank 0: job." in notebook.ok("%dipsync").stdout
     assert "objects equal on 3 ranks" in notebook.ok("%dipcheck job").stdout
-    assert "there is no rank 7" in notebook.fails("%dipsync job --from 7").traceback
+    assert "type one rank from 0 to 2" in notebook.fails("%dipsync job --from 7").traceback
     assert "type names of variables" in notebook.fails("%dipcheck job.net").traceback
 
 

@@ -570,6 +570,9 @@ def test_tab_and_help_know_the_names_of_rank_0(notebook: Notebook) -> None:
     assert "Lives on the ranks." in ask_until_answered(notebook, "inspect", "thing")["data"]["text/plain"]
     assert "%makedip" in notebook.ask("complete", "%makedi")["matches"]
     notebook.ok("%autodip off")
+    notebook.ok("%%dip --bg\nwhile 'end' not in globals(): pass")
+    assert ask_until_answered(notebook, "complete", "%dipull rank, thi")["matches"] == ["thing"]
+    notebook.ok("%dipstop")
 
 
 @pytest.mark.grid

@@ -35,7 +35,7 @@ BAD_INPUT = [
     ),
     ("%makedip -n 3 -b nccl", r"-b nccl: nccl needs GPUs; leave out -b"),
     ("%%dip -a save\n1", r"%%dip -a save: this group has no app; start it with %makedip -a NAME"),
-    ('%%dip -S "0\n1', r'%%dip -S "0: No closing quotation'),
+    ('%%dip -S "0\n1', r'%%dip -S "0: a quote is not closed; type it on both sides'),
     ("%%dip --timeout never\n1", r"--timeout never: type a number of seconds, 0.1 or more, such as --timeout 120"),
     (
         "%makedip --repair -n 2",
@@ -74,7 +74,27 @@ BAD_INPUT = [
     ("%%dip --help\n1", r"%%dip --help: type %dip\? for its options and examples$"),
     ("%makedip --num 2", r"%makedip --num 2: type %makedip -n 2$"),
     ("%makedip -n 3 -a fastia", r"-a fastia: there is no app 'fastia'; type -a fastai$"),
-    ("%dipper", r"%dipper : type the name of a variable, such as %dipper g"),
+    ("%%dip local -r 0\n1", r"^%%dip local -r: -r is for cells on ranks; type %%dip local, or %%dip -r$"),
+    ("%%dip -r 0 -r 1\n1", r"^%%dip -r 0 -r 1: type -r only once, with all its values after it$"),
+    ('%autodip on -a "-S 9"', r"^-S 9: there is no rank 9; this group has ranks 0 to 2$"),
+    ('%autodip on -a "local"', r"^%autodip on -a \"local\": cells without %autodip are local; type %autodip off$"),
+    ("%makedip -a ''", r"^%makedip -a '': type a value after -a: Framework to prepare on every rank, such as fastai.$"),
+    (
+        "%makedip --cd /tmp",
+        r"^--cd /tmp: it is for ranks on other hosts; type it with --hosts, such as --hosts h1:4,h2:4$",
+    ),
+    ("%dipsync marker --from 0,1", r"^--from 0,1: type one rank from 0 to 2, such as --from 0$"),
+    (
+        "%dipcheck nowhere",
+        r"^%dipcheck: no rank has a variable nowhere with a state to compare; %dipcheck compares all$",
+    ),
+    ("%dipush markr", r"^%dipush: the notebook has no variable markr; nothing was pushed; type %dipush marker$"),
+    ("%dipull markr", r"^nothing was pulled: rank 0 has no variable markr; .*; type %dipull marker$"),
+    ("%dipull marker -r x", r"^-r x: 'x' is not a rank; this group has ranks 0 to 2: type -r 0, -r 0,1 or -r all$"),
+    ("%dipull marker as x as y", r"type a name on each side of as, such as %dipull model as best$"),
+    ("%dipush \u2014help", r"type %dipush\? for its options and examples$"),
+    ("%dipper if", r"^%dipper if: type the name of a variable, such as %dipper g$"),
+    ("%dipper", r"%dipper: type the name of a variable, such as %dipper g"),
 ]
 
 BEFORE_ANY_GROUP = [
@@ -587,3 +607,19 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
     assert "not found" in bare_notebook.fails("%makedip -n 1").stderr
     bare_notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")
     assert bare_notebook.ok("%reload_ext ddip").text == ""  # no group, so no notice
+
+
+def test_debug_opens_no_frame_of_ddip(notebook: Notebook) -> None:
+    notebook.fails("%%dip -r 1\n1 / 0")
+    shown = notebook.ok("%debug")
+    assert re.search(r"^ddip: %debug works only in the notebook, and the error is of rank 1; .*%dipull", shown.stderr)
+    assert shown.stdout == ""
+    notebook.fails("%dipull nowhere")
+    assert "the last error is a message of ddip" in notebook.ok("%debug").stderr
+    notebook.fails("%%dip local\ndef divide(a): return 1 / a\ndivide(0)")
+    assert "ZeroDivisionError" in notebook.run("%tb").traceback
+    debugged = notebook.run("%debug").stdout  # the prompt fails, as tests answer none
+    assert "divide" in debugged and "ddip" not in debugged
+    notebook.ok("%dipper g")
+    notebook.fails("def train(): g.run('1 / 0')\ntrain()")
+    assert "ddip: %debug" not in notebook.run("%debug").text  # its frames are the user's

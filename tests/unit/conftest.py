@@ -51,6 +51,7 @@ def shell(ipython_of_the_module: InteractiveShell) -> Iterator[InteractiveShell]
             del named[name]
     shell.events.callbacks.update(callbacks)
     shell.input_transformers_cleanup[:] = transformers
+    vars(shell.Completer).pop("completions", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda *_: 0)  # would collect all garbage of the process in each test
         shell.reset(new_session=False)

@@ -147,7 +147,7 @@ class ScriptedEngine:
             on_rank.begun_operations.target: lambda: self.begun,
             on_rank.line_of.target: lambda key, number: {"cell": 1, "line": 2},
             on_rank.set_groups_made.target: lambda count: None,
-            on_rank.has_name.target: lambda name: name in self.names,
+            on_rank.variable_names.target: lambda beginning: [n for n in self.names if n.startswith(beginning)],
         }
         """Functions that answer calls, by target."""
         self._before: tuple[int, dict[str, Any]] = 0, {}

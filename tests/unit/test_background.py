@@ -112,7 +112,7 @@ def test_a_failure_unblocks_only_the_ranks_of_its_cell(new_group: NewGroup) -> N
         group.run("0: raise ValueError no\n1: wait", ranks=[0, 1])
     assert caught.value.by_rank[0].name == "ValueError" and caught.value.by_rank[1].waited == "all_reduce"
     assert not cell.done.done()
-    with pytest.raises(GroupError, match="cell 1 .*ranks 2, 3 .*\n.*rebuilt"):
+    with pytest.raises(GroupError, match="cell 1 .*ranks 2, 3 .*; .*rebuilt"):
         group.run("pass", ranks=[0, 1])
     for rank in (2, 3):
         group.engine(rank).end()

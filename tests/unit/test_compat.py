@@ -10,14 +10,11 @@ from pathlib import Path
 
 import IPython
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
 
 from ddip.cluster.attach import attached
 from ddip.cluster.ipyparallel import own_cluster
 from ddip.doctor import private_names
 from ddip.errors import GroupError
-from ddip.notebook import hints
-from ddip.notebook.autodip import Autodip
 from ddip.protocol import compat, compat_ipyparallel, compat_ipython, compat_torch
 from ddip.protocol.compat import Names
 
@@ -28,10 +25,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 APPS = {"fastai", "fastcore", "accelerate", "transformers", "lightning", "pytorch_lightning", "torchmetrics"}
 """Libraries that take seconds to import; ``tests/frameworks/test_names.py`` tests them."""
 TABLES = [compat_torch.NAMES, *(names for names in private_names.name_tables() if names.library not in APPS)]
-OLD = {compat_ipython.COMPLETION} if IPython.version_info < (8, 6) else set()
+OLD = {compat_ipython.MODULES} if sys.version_info >= (3, 12) and IPython.version_info < (8,) else set()
 """Features that the installed versions lack."""
-if sys.version_info >= (3, 12) and IPython.version_info < (8,):
-    OLD.add(compat_ipython.MODULES)
 FEATURES = [
     (names, feature, name)
     for names in TABLES
@@ -131,16 +126,6 @@ def test_missing_names_for_attaching_refuse_other_clusters(monkeypatch: pytest.M
     monkeypatch.setitem(compat_ipyparallel.NOTEBOOK.off, compat_ipyparallel.ATTACH, ["ipyparallel.x"])
     with pytest.raises(GroupError, match="-c and --engines"):
         attached.connect_client("no such file")
-
-
-def test_missing_names_for_completions_turn_completions_off(
-    ipython_of_the_module: InteractiveShell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shell = ipython_of_the_module
-    monkeypatch.setitem(compat_ipython.NOTEBOOK.off, compat_ipython.COMPLETION, ["IPython.x"])
-    hint_object = hints.Hints(shell, lambda: None, Autodip(shell))
-    assert shell.Completer.custom_matchers == []
-    hint_object.close()
 
 
 def test_the_page_says_which_versions_are_tested() -> None:

@@ -122,7 +122,7 @@ def test_a_stop_while_the_notebook_writes_changes_nothing(new_group: NewGroup, s
     with pytest.raises(RequestInterrupted):
         group.push({"text": "x" * 1000}, progress=lambda text, share=None: press_stop())
     assert not group.has_name("text")
-    assert group.engine(0).calls[-2:] == [on_rank.drop_transfers.target, on_rank.has_name.target]
+    assert group.engine(0).calls[-2:] == [on_rank.drop_transfers.target, on_rank.variable_names.target]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ class Cells:
         active = self.active_on(ranks, before)
         if active:
             texts = [cell.busy_text(sorted(set(cell.ranks).intersection(ranks))) for cell in active]
-            raise GroupError("\n".join([*texts, *filter(None, [why])]))
+            raise GroupError("; ".join([*texts, *filter(None, [why])]))
 
     def ensure_idle(self) -> None:
         """Raise GroupError if an abandoned cell still runs: the next cell would silently wait for it."""

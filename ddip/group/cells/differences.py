@@ -189,7 +189,10 @@ class Differences:
             )
 
     def check(self, names: Sequence[str]) -> CheckTable:
-        """Compare the ranks now and look for common mistakes, only in the variables `names` if any are given."""
+        """Compare the ranks now and look for common mistakes, only in the variables `names` if any are given.
+
+        Raises BadInput if no rank has one of the `names`.
+        """
         found = self._compare([])
         size = len(self._ranks.members)
         rows = []
@@ -199,6 +202,11 @@ class Differences:
                 todo = TODO.get(group[0].role, SYNC).format(name=name)
                 rows.append(CheckRow(GENERATORS.get(name, group[0].owner), _object_line(group, size), todo))
         answers = self._ask_all(on_rank.find_advice(list(names), size))
+        unknown = ", ".join(name for name in names if not any(name in answer["names"] for answer in answers))
+        if unknown:
+            raise BadInput(
+                f"%dipcheck: no rank has a variable {unknown} with a state to compare; %dipcheck compares all"
+            )
         by_advice: dict[tuple[str, str, str], list[int]] = {}
         for rank, answer in enumerate(answers):
             for one in answer["advice"]:

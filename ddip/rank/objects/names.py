@@ -1,4 +1,4 @@
-"""Answer name requests of the notebook: tab completion, ``?`` help, and whether a variable exists."""
+"""Answer name requests of the notebook: tab completion, ``?`` help, and names of variables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from IPython.core.getipython import get_ipython
 from ddip.rank import user_namespace
 
 
-def has_name(name: str) -> bool:
-    """Return whether the variable `name` exists; may be called while a cell runs."""
-    return name in user_namespace()
+def variable_names(beginning: str) -> list[str]:
+    """Return the names of variables that begin with `beginning`, without IPython's; may be called while a cell runs."""
+    hidden = get_ipython().user_ns_hidden  # type: ignore[union-attr]
+    names = [name for name in list(user_namespace()) if name.startswith(beginning) and name not in hidden]
+    return sorted(name for name in names if beginning or not name.startswith("_"))
 
 
 def complete_code(code: str, cursor: int) -> dict[str, Any]:
