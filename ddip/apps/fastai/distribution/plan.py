@@ -47,8 +47,8 @@ def assign_training_batches(
     """Return the plan of one of `size` ranks for batches of these `sizes`.
 
     In step s, the ranks have the batches s * size, s * size + 1, ...: together, they form batch s of one process whose
-    batches are `size` times as large. `drop_last` drops a last step that has no batch for some rank. With `in_runs`, each
-    rank has consecutive batches, for models that carry state from batch to batch.
+    batches are `size` times as large. `drop_last` drops a last step that has no batch for some rank. With `in_runs`,
+    each rank has consecutive batches, for models that carry state from batch to batch.
     """
     steps = count_steps(len(sizes), size, drop_last=drop_last)
     table = [_batches_of_step(len(sizes), step, size, in_runs) for step in range(steps)]
