@@ -122,7 +122,14 @@ def once(stated):
 
 
 def test_the_trial_of_a_loss_leaves_nothing_behind(group: ddip.Group) -> None:
-    group.run(f"{STATEFUL}\n(tried, learned), (stated, same) = once(False), once(True)")
+    group.run(f"""{STATEFUL}
+import warnings
+torch.set_warn_always(True)
+with warnings.catch_warnings(record=True) as caught:
+    (tried, learned), (stated, same) = once(False), once(True)
+torch.set_warn_always(False)
+""")
+    assert same_on_all_ranks(group, "[str(found.message) for found in caught if 'ddip' in found.filename]") == []
     for tried, stated in on_all_ranks(group, "[tried, stated]"):
         assert tried["calls"] == stated["calls"] == [8]
         assert tried.keys() == stated.keys()

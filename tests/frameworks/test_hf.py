@@ -111,13 +111,18 @@ def test_an_accelerator_and_loader_of_another_size_refuse_to_work(warmed_up: Non
             from torch.utils.data import DataLoader
             import torch
             accelerator = Accelerator()
-            loader = accelerator.prepare(DataLoader(list(range(24)), batch_size=4))
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            loader, optimizer, scheduler = accelerator.prepare(
+                DataLoader(list(range(24)), batch_size=4), optimizer, scheduler
+            )
         """)
         group.change(Request(2))
         with pytest.raises(CellError, match="BatchSamplerShard .*3 ranks"):
             group.run("list(loader)")
-        with pytest.raises(CellError, match="StaleStateError: .*AcceleratorState"):
-            group.run("accelerator.num_processes")
+        for use in ("scheduler.step()", "accelerator.mixed_precision", "accelerator.num_processes", "optimizer.step()"):
+            with pytest.raises(CellError, match="StaleStateError: the Accelerator was made .*: recreate it"):
+                group.run(use)
         group.run("""
             loader = Accelerator().prepare(DataLoader(list(range(24)), batch_size=4))
             assert torch.cat(list(loader)).tolist() == sum([[*range(n, n + 4)] for n in range(4 * rank, 24, 8)], [])

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +32,17 @@ def test_every_batch_counts_once_and_ranks_have_equal_steps(in_runs: bool) -> No
         assert sorted(counted) == list(range(n // bs if drop_last else -(-n // bs)))
 
 
-def test_a_step_equals_one_larger_batch_of_a_single_process() -> None:
+def plans_of(n: int, bs: int, drop_last: bool, size: int) -> list[Any]:
+    """Return the plan of each rank."""
+    sizes = plan.sizes_of(n, bs, drop_last)
+    return [plan.assign_training_batches(sizes, rank, size, drop_last=drop_last) for rank in range(size)]
+
+
+def test_steps_are_the_larger_batches_of_a_single_process() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.assign_training_batches(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
+        plans = plans_of(n, bs, drop_last, size)
+        larger = plan.sizes_of(n, bs * size, drop_last) or plan.sizes_of(n, bs, drop_last)[:1]
+        assert len(plans[0].batches) == len(larger)
         kept = n // bs * bs if drop_last else n
         whole = list(range(kept))
         for step in range(len(plans[0].batches)):
@@ -43,7 +52,7 @@ def test_a_step_equals_one_larger_batch_of_a_single_process() -> None:
 
 def test_weighted_means_over_ranks_equal_the_mean_over_items() -> None:
     for n, bs, drop_last, size in CASES:
-        plans = [plan.assign_training_batches(plan.sizes_of(n, bs, drop_last), rank, size) for rank in range(size)]
+        plans = plans_of(n, bs, drop_last, size)
         whole = list(range(n // bs * bs if drop_last else n))
         for step in range(len(plans[0].batches)):
             shares = [plan.items_of(whole, bs, [one.batches[step]]) for one in plans]

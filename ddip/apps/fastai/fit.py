@@ -25,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddip.apps import patches, rank_exchange
 from ddip.apps.fastai import finder, precision
-from ddip.apps.fastai.distribution import metrics
+from ddip.apps.fastai.distribution import metrics, rank_loaders
 from ddip.apps.fastai.job import Job
 from ddip.apps.fastai.passing import TemporaryCallback
 
@@ -215,6 +215,6 @@ def _epochs_to_run(learn: Learner, n_epoch: int, args: tuple[Any, ...], kwargs: 
     """
     for callback in _added_callbacks(args, kwargs):
         if isinstance(callback, LRFinder):
-            steps = -(-len(learn.dls.train) // rank_exchange.world_size())
+            steps = rank_loaders.count_training_steps(learn.dls.train, learn)
             return int(callback.num_it) // max(steps, 1) + 1
     return n_epoch

@@ -26,11 +26,18 @@ USE_CPU = "ACCELERATE_USE_CPU"
 NOT_OURS = "FORK_LAUNCHED"
 """Variable that tells accelerate that a launcher owns the group, so that ``end_training`` does not destroy it."""
 
-STALE = "this {kind} was made for former ranks of the group: recreate the Accelerator, and prepare its objects again"
+STALE = "the {kind} was made for former ranks of the group: recreate it, and prepare its objects again"
+
+
+_had_state = False
+"""True if accelerate had a state for a former group, so that objects with that state may exist."""
 
 
 class StaleStateError(RuntimeError, AttributeError):
     """An object of accelerate from a former group was used."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__(STALE.format(kind=type(state).__name__.replace("AcceleratorState", "Accelerator")))
 
 
 def is_accelerate_imported() -> bool:
@@ -44,8 +51,10 @@ def _state_module() -> ModuleType | None:
 
 def reset_state() -> None:
     """Reset accelerate's state so that it is made for the current group on next use."""
+    global _had_state
     state = _state_module()
     if state is not None:
+        _had_state = _had_state or bool(state.AcceleratorState._shared_state)
         state.AcceleratorState._reset_state(reset_partial_state=True)
         if state.GradientState._shared_state:  # not emptied: loaders read it before they would raise StaleStateError
             gradients = state.GradientState()
@@ -58,6 +67,9 @@ def apply_patches() -> None:
     if (state := _state_module()) is not None:
         for kind in (state.AcceleratorState, state.PartialState):
             patches.set_attribute(kind, "__getattr__", _raise_if_stale(kind.__getattr__))
+        patches.set_attribute(
+            state.AcceleratorState, "__init__", _leave_to_accelerator(state.AcceleratorState.__init__)
+        )
     if gpu.device.type != "cpu":
         return
     arguments = sys.modules.get("transformers.training_args")
@@ -88,9 +100,25 @@ def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str],
     def get_or_raise(self: Any, name: str) -> Any:
         try:
             return original(self, name)
-        except AttributeError as error:
-            if self.__dict__ or name not in self._known_attrs:
+        except AttributeError:
+            if self.__dict__ or name.startswith("__"):
                 raise
-            raise StaleStateError(f"{STALE.format(kind=type(self).__name__)} ({error})") from None
+            raise StaleStateError(self) from None
 
     return get_or_raise
+
+
+def _leave_to_accelerator(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``AcceleratorState.__init__`` to raise if a former object, such as a scheduler, asks for the state.
+
+    accelerate raises, too, but without a hint, and leaves half a state, with which all that follows fails.
+    """
+
+    @functools.wraps(init)
+    def init_by_accelerator(self: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        if _had_state and not self._shared_state and not kwargs.get("_from_accelerator"):
+            raise StaleStateError(self)
+        init(self, *args, **kwargs)
+
+    return init_by_accelerator

@@ -2,7 +2,7 @@
 
 The unit is a batch as a single process would make it. Batches are never split, so metrics and padding see the same
 items as in one process. No item counts twice: if the last step has no batch for a rank, the rank repeats one of the
-step's batches with weight 0.
+step's batches with weight 0. With ``drop_last``, such a step is dropped, as one process would drop its last batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,23 @@ def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
     return [size for size in sizes if size == bs or not drop_last]
 
 
-def assign_training_batches(sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = False) -> Plan:
+def count_steps(batches: int, size: int, *, drop_last: bool) -> int:
+    """Return the number of steps in which `size` ranks process `batches`; at least one if there is a batch."""
+    steps = batches // size if drop_last else -(-batches // size)
+    return max(steps, min(batches, 1))
+
+
+def assign_training_batches(
+    sizes: Sequence[int], rank: int, size: int, *, in_runs: bool = False, drop_last: bool = False
+) -> Plan:
     """Return the plan of one of `size` ranks for batches of these `sizes`.
 
     In step s, the ranks have the batches s * size, s * size + 1, ...: together, they form batch s of one process whose
-    batches are `size` times as large. With `in_runs`, each rank has consecutive batches, for models that carry state
-    from batch to batch.
+    batches are `size` times as large. `drop_last` drops a last step that has no batch for some rank. With `in_runs`,
+    each rank has consecutive batches, for models that carry state from batch to batch.
     """
-    table = [_batches_of_step(len(sizes), step, size, in_runs) for step in range(-(-len(sizes) // size))]
+    steps = count_steps(len(sizes), size, drop_last=drop_last)
+    table = [_batches_of_step(len(sizes), step, size, in_runs) for step in range(steps)]
     batches, weights, means = [], [], []
     for row in table:
         counts = [0 if batch is None else sizes[batch] for batch in row]

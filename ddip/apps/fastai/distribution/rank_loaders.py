@@ -8,7 +8,6 @@ set contain no batch; it calls ``.cuda()`` on the CPU; each rank of a language m
 from __future__ import annotations
 
 import copy
-import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -93,13 +92,20 @@ def _item_texts(items: Any) -> list[str]:
 
 
 def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
-    """Return a loader of this rank's batches for one epoch, shuffled by `seed`, and the plan."""
+    """Return a loader of this rank's batches for one epoch, in one process's order, and the plan. A collective.
+
+    `seed` is for loaders that shuffle by the global generators, which differ between ranks during training.
+    """
     rank_plan = plan.Plan((), (), ())
 
     def select_batches(sizes: list[int]) -> Sequence[int]:
         nonlocal rank_plan
         rank_plan = plan.assign_training_batches(
-            sizes, rank_exchange.rank(), rank_exchange.world_size(), in_runs=carries_state(dl, learn)
+            sizes,
+            rank_exchange.rank(),
+            rank_exchange.world_size(),
+            in_runs=carries_state(dl, learn),
+            drop_last=_drops_last(dl, learn),
         )
         return rank_plan.batches
 
@@ -107,8 +113,18 @@ def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
     return shard, rank_plan
 
 
+def count_training_steps(dl: Any, learn: Learner) -> int:
+    """Return the number of steps of an epoch in which the ranks divide `dl`."""
+    return plan.count_steps(len(dl), rank_exchange.world_size(), drop_last=_drops_last(dl, learn))
+
+
+def _drops_last(dl: Any, learn: Learner) -> bool:
+    """Return whether an epoch leaves out an incomplete last step; a language model reads the whole text."""
+    return bool(dl.drop_last) and not carries_state(dl, learn)
+
+
 def evaluation_shard(dl: Any, seed: int) -> Any:
-    """Return a loader of the batches of `dl` that this rank evaluates."""
+    """Return a loader of the batches of `dl` that this rank evaluates. A collective."""
     return _make_shard(
         dl,
         seed,
@@ -124,7 +140,8 @@ def _make_shard(dl: Any, seed: int, select: SelectBatches) -> Any:
     with randomness.seeded_rng(seed):
         if not isinstance(dl, DataLoader):
             return _torch_shard(dl, select)
-        dl.rng = random.Random(seed)
+        dl.rng = rank_exchange.broadcast_object(dl.rng)
+        dl.randomize()  # as fastai does at the start of an epoch
         _align_texts(dl)
         idxs = list(dl.get_idxs())
     batches = select(plan.sizes_of(len(idxs), _batch_size(dl), bool(dl.drop_last)))
@@ -147,6 +164,7 @@ def _copy_loader(dl: Any, idxs: list[Any], steps: int) -> Any:
     """Return a copy of `dl`, of a subclass of its class, that yields `steps` batches of the items `idxs`."""
     shard = copy.copy(dl)
     shard.__class__ = _shard_class(type(dl), steps)
+    shard.rng = copy.copy(dl.rng)  # iterating over the shard draws from it, and must not change the next epoch's order
     shard.get_idxs = partial(list, idxs)  # unlike a lambda, it can be pickled for workers that are not forked
     fake = dl.fake_l
     shard.fake_l = _FakeLoader(

@@ -138,4 +138,6 @@ def _loss_of(loss_func: Any, pred: Any, yb: Any, rows: int | None, times: int) -
         torch.zeros_like(value[:count]) if gradient is None else gradient[:count]
         for gradient, (value, count) in zip(found, leaves, strict=True)
     ]
-    return float(loss), torch.cat([part.detach().as_subclass(Tensor).flatten().double().cpu() for part in parts])
+    return float(loss.detach()), torch.cat(
+        [part.detach().as_subclass(Tensor).flatten().double().cpu() for part in parts]
+    )
