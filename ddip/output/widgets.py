@@ -236,6 +236,9 @@ class Comms(Protocol):
     def cell_of(self, name: str) -> WidgetCell | None:
         """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
 
+    def has_layout(self, name: str) -> bool:
+        """Return True if the widget has a size, a border or another property of a layout."""
+
     def tell(self, name: str, page: CellOutputArea) -> None:
         """Send the widget, and those in it, to `page`, unless the page has them."""
 

@@ -129,7 +129,7 @@ def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
             with out: print('in its Output')
         button.on_click(click)
         slider.observe(lambda change: print('now', change['new']), 'value')
-        display(button, slider, out)
+        display(out, button, slider)
     """)
     shown = notebook.finish(cell)
     buttons, sliders = widgets_of_model(shown, "ButtonModel"), widgets_of_model(shown, "IntSliderModel")

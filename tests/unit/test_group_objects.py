@@ -304,6 +304,24 @@ def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
     assert cell.page.captures[3:] == ["out:m", "inside", "out:"] and cell.tab(1) == "of another rank"
 
 
+@NEEDS_COMM
+@pytest.mark.parametrize(
+    "layout, before", [({"_model_name": "LayoutModel", "border": "1px solid"}, []), ({}, ["slider"])]
+)
+def test_an_output_widget_with_layout_or_after_widgets_is_below(
+    new_group: NewGroup, layout: dict[str, Any], before: list[str]
+) -> None:
+    cell = Cell(new_group(2), 0, 1)
+    cell.receive(0, comm_message("comm_open", "slider"))
+    cell.receive(0, comm_message("comm_open", "layout", **layout, width=None))
+    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel", layout="IPY_MODEL_layout"))
+    for name in (*before, "out"):
+        cell.receive(0, widget_display(name))
+    cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
+    cell.receive(0, stream_message("inside"))
+    assert cell.page.captures == ["out:m", "inside"] and cell.tab(0) == "" and not cell.keeps(0, "out")
+
+
 def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) -> None:
     """Add children later, as ``interact`` does."""
     cell = Cell(new_group(2), 0, 1)

@@ -121,6 +121,13 @@ class Comms:
         widget = self._widgets.get(name)
         return None if widget is None else widget.cell
 
+    def has_layout(self, name: str) -> bool:
+        """Return True if the widget has a size, a border or another property of a layout."""
+        widget = self._widgets.get(name)
+        layout = None if widget is None else state_in(widget.opening).get("layout")
+        states = [state_in(self._widgets[part].opening) for part in referenced_ids(layout) if part in self._widgets]
+        return any(value is not None for state in states for key, value in state.items() if not key.startswith("_"))
+
     def tell(self, name: str, page: CellOutputArea) -> None:
         """Announce a widget to the page, after its parts, unless the page knows it."""
         widget = self._widgets.get(name)
