@@ -305,16 +305,14 @@ def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
 
 
 @NEEDS_COMM
-@pytest.mark.parametrize(
-    "layout, before", [({"_model_name": "LayoutModel", "border": "1px solid"}, []), ({}, ["slider"])]
-)
+@pytest.mark.parametrize("border, before", [("1px solid", []), (None, ["first"])])
 def test_an_output_widget_with_layout_or_after_widgets_is_below(
-    new_group: NewGroup, layout: dict[str, Any], before: list[str]
+    new_group: NewGroup, border: str | None, before: list[str]
 ) -> None:
     cell = Cell(new_group(2), 0, 1)
-    cell.receive(0, comm_message("comm_open", "slider"))
-    cell.receive(0, comm_message("comm_open", "layout", **layout, width=None))
-    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel", layout="IPY_MODEL_layout"))
+    cell.receive(0, comm_message("comm_open", "first"))
+    cell.receive(0, comm_message("comm_open", "plain", _model_name="LayoutModel", border=border, width=None))
+    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel", layout="IPY_MODEL_plain"))
     for name in (*before, "out"):
         cell.receive(0, widget_display(name))
     cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
