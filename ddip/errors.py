@@ -167,11 +167,11 @@ def error_clauses(by_rank: Mapping[int, RankError], *, named: bool = True) -> li
 def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int]) -> list[str]:
     """Return the lines of the ranks' tracebacks, each below the last output of its ranks, the earliest error first.
 
-    After the first, tracebacks of the ranks `in_tabs` are omitted: the cell's output shows them.
+    Those of the ranks `in_tabs` are omitted: the cell's output shows them.
     """
     lines: list[str] = []
     for ranks, error in _group_equal_errors(_without_aborted(by_rank)):
-        if error.traceback and not (lines and set(ranks) <= set(in_tabs)):
+        if error.traceback and not set(ranks) <= set(in_tabs):
             lines += _output_lines({rank: by_rank[rank] for rank in ranks})
             lines += [f"[{ranks_text(ranks)}]", *error.traceback.splitlines()]
     return lines

@@ -45,11 +45,12 @@ def merge_state(opened: Message, changed: Message) -> None:
     state = state_in(opened)
     if not state:
         return  # a comm of a library, not a widget
-    new = state_in(changed)
+    new, change = state_in(changed), changed["content"]["data"]
+    added = list(zip(change.get("buffer_paths") or [], changed.get("buffers") or [], strict=False))
+    replaced = {*new, *(path[0] for path, _ in added)}
     data, buffers = opened["content"]["data"], list(opened.get("buffers") or [])
     paths = list(data.get("buffer_paths") or [])
-    kept = [(path, part) for path, part in zip(paths, buffers, strict=False) if path[0] not in new]
-    added = zip(changed["content"]["data"].get("buffer_paths") or [], changed.get("buffers") or [], strict=False)
+    kept = [(path, part) for path, part in zip(paths, buffers, strict=False) if path[0] not in replaced]
     kept += added
     state.update(new)
     data["buffer_paths"] = [path for path, _ in kept]
@@ -234,6 +235,9 @@ class Comms(Protocol):
 
     def cell_of(self, name: str) -> WidgetCell | None:
         """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
+
+    def has_layout(self, name: str) -> bool:
+        """Return True if the widget has a size, a border or another property of a layout."""
 
     def tell(self, name: str, page: CellOutputArea) -> None:
         """Send the widget, and those in it, to `page`, unless the page has them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 from jupyter_client.manager import KernelManager
+from jupyter_client.session import new_id
 
 Messages = list[tuple[str, dict[str, Any]]]
 """Type and content of each message."""
@@ -164,6 +165,13 @@ class Notebook:
         message = self.client.session.msg("comm_msg", {"comm_id": name, "data": data})
         self.client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
+
+    def request_states(self) -> str:
+        """Request the states of all widgets, as a page with ipywidgets 8 does when it is opened; return the ID."""
+        session, name = self.client.session, new_id()
+        content = {"comm_id": name, "target_name": "jupyter.widget.control", "data": {}}
+        self.client.shell_channel.send(session.msg("comm_open", content, metadata={"version": "1.0.0"}))
+        return self.send_comm(name, {"method": "request_states"})
 
     def _next(self, end: float, shown: Shown) -> Any:
         try:

@@ -543,7 +543,8 @@ def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
         for _ in range(10):
             proxy.handle_msg({"header": {"msg_type": "comm_msg"}, "content": {"comm_id": "page", "data": {}}})
 
-    cells.comms._open_comm(_Widget(0, CellOutput([0]), set(), None), {"comm_id": "page", "data": {}})
+    opening = {"content": {"comm_id": "page", "data": {}}}
+    cells.comms._open_comm(_Widget(0, CellOutput([0]), set(), opening), opening["content"])
     proxy = comms._find_comms()[0].comms.pop("page")
     for _ in range(LATE_CELLS):
         cells.run("pass")

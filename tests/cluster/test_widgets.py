@@ -129,7 +129,7 @@ def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
             with out: print('in its Output')
         button.on_click(click)
         slider.observe(lambda change: print('now', change['new']), 'value')
-        display(button, slider, out)
+        display(out, button, slider)
     """)
     shown = notebook.finish(cell)
     buttons, sliders = widgets_of_model(shown, "ButtonModel"), widgets_of_model(shown, "IntSliderModel")
@@ -169,6 +169,37 @@ def test_callbacks_print_next_to_their_widget(notebook: Notebook) -> None:
         assert re.search(rf"── rank \d ──\nnow {8 + number} on \d", notebook.late(cell, f"now {8 + number}"))
     update = notebook.ok("%%dip\nslider.value = 6").messages  # one cell updates all of them
     assert len({content["comm_id"] for kind, content in update if kind == "comm_msg"}) == 3
+
+
+# -- a reloaded page
+
+
+def answer_to(notebook: Notebook, request: str) -> dict[str, Any]:
+    """Return the data of the comm message that answers a request."""
+    messages = notebook.late_messages(request, lambda messages: "comm_msg" in [kind for kind, _ in messages])
+    return next(content["data"] for kind, content in messages if kind == "comm_msg")  # type: ignore[no-any-return]
+
+
+def values_on_new_page(notebook: Notebook, models: list[str]) -> list[Any]:
+    """Return the values of widgets that a page gets when it is opened."""
+    states = [answer_to(notebook, notebook.send_comm(name, {"method": "request_state"})) for name in models]
+    assert [data["method"] for data in states] == ["update"] * len(models)
+    values = [data["state"]["value"] for data in states]
+    if int(ipywidgets.__version__.split(".")[0]) >= 8:
+        together = answer_to(notebook, notebook.request_states())["states"]
+        assert [together[name]["state"]["value"] for name in models] == values
+    return values
+
+
+def test_a_reloaded_page_gets_widgets_of_busy_and_ended_ranks(notebook: Notebook) -> None:
+    shown = notebook.ok("%%dip -S all\nimport ipywidgets\ndisplay(slider := ipywidgets.IntSlider(rank))")
+    sliders = widgets_of_model(shown, "IntSliderModel")
+    notebook.ok("%%dip -S all\nslider.value += 40")
+    notebook.run("%%dip --bg\nimport time\nwhile True: time.sleep(0.01)")
+    move_slider(notebook, sliders[1], 7)
+    assert values_on_new_page(notebook, sliders) == [40, 7, 42]
+    notebook.ok("%makedip -k")
+    assert values_on_new_page(notebook, sliders) == [40, 7, 42]
 
 
 # -- bars

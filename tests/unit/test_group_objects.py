@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,6 +304,22 @@ def test_an_output_widget_captures_into_its_tab(new_group: NewGroup) -> None:
     assert cell.page.captures[3:] == ["out:m", "inside", "out:"] and cell.tab(1) == "of another rank"
 
 
+@NEEDS_COMM
+@pytest.mark.parametrize("border, before", [("1px solid", []), (None, ["first"])])
+def test_an_output_widget_with_layout_or_after_widgets_is_below(
+    new_group: NewGroup, border: str | None, before: list[str]
+) -> None:
+    cell = Cell(new_group(2), 0, 1)
+    cell.receive(0, comm_message("comm_open", "first"))
+    cell.receive(0, comm_message("comm_open", "plain", _model_name="LayoutModel", border=border, width=None))
+    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel", layout="IPY_MODEL_plain"))
+    for name in (*before, "out"):
+        cell.receive(0, widget_display(name))
+    cell.receive(0, comm_message("comm_msg", "out", msg_id="of the rank"))
+    cell.receive(0, stream_message("inside"))
+    assert cell.page.captures == ["out:m", "inside"] and cell.tab(0) == "" and not cell.keeps(0, "out")
+
+
 def test_the_page_also_receives_later_children_of_a_widget(new_group: NewGroup) -> None:
     """Add children later, as ``interact`` does."""
     cell = Cell(new_group(2), 0, 1)
@@ -374,6 +391,30 @@ def test_an_unseen_widget_keeps_its_last_bytes() -> None:
     merge_state(opened, changed)
     assert opened["buffers"] == [b"kept", b"new"]
     assert opened["content"]["data"]["buffer_paths"] == [["other"], ["value"]]
+    changed["content"]["data"]["state"] = {}  # a state whose only value is binary
+    merge_state(opened, changed)
+    assert opened["buffers"] == [b"kept", b"new"]
+
+
+@NEEDS_COMM
+def test_a_reloaded_page_gets_the_bytes_of_a_rank_widget(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = comms._find_comms()[0]
+    requested: list[dict[str, Any]] = []
+    own = {"method": "update_states", "states": {"own": {}}, "buffer_paths": [["own", "state", "value"]]}
+    monkeypatch.setitem(manager.targets, comms.CONTROL, lambda comm, message: comm.send(own, buffers=[b"own"]))
+    opened = comm_message("comm_open", "image", _model_name="ImageModel", _model_module="m", _model_module_version="2")
+    opened["content"]["data"]["buffer_paths"], opened["buffers"] = [["value"]], [b"of the rank"]
+    cell = Cell(new_group(2), 0)
+    cell.receive(0, opened)
+    cell.receive(1, comm_message("comm_open", "unseen", _model_name="ImageModel"))
+    page = SimpleNamespace(send=lambda data, metadata, buffers: requested.append({**data, "buffers": buffers}))
+    manager.targets[comms.CONTROL](page, {})
+    state = {"_model_name": "ImageModel", "_model_module": "m", "_model_module_version": "2"}
+    model = {"model_name": "ImageModel", "model_module": "m", "model_module_version": "2", "state": state}
+    (reply,) = requested
+    assert reply["states"] == {"own": {}, "image": model}
+    assert reply["buffer_paths"] == [["own", "state", "value"], ["image", "state", "value"]]
+    assert reply["buffers"] == [b"own", b"of the rank"]
 
 
 def test_unused_widgets_are_dropped_eventually(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:

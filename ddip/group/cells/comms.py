@@ -1,9 +1,19 @@
-"""Relay the messages of ranks' widgets to the page, and user input on the page back to the rank."""
+"""Relay the messages of ranks' widgets to the page, and user input on the page back to the rank.
+
+A page that is opened or reloaded requests the state of all widgets, in one of two ways:
+
+    comm_open of jupyter.widget.control, {"method": "request_states"}   ->  {"method": "update_states", "states": ...}
+    comm_info_request, {"method": "request_state"} to each comm         ->  {"method": "update", "state": ...} from each
+
+The first is that of ipywidgets 8; the second that of ipywidgets 7, and of a page whose first request failed. A rank
+could not answer while it runs a cell, so the notebook keeps the last state of each widget that a page knows.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +30,10 @@ KEPT = 200
 MOST_UNANNOUNCED = 5_000
 """Most widgets to remember that the page does not know, all ranks together; progress bars on hidden ranks are among
 them."""
+WIDGETS = "jupyter.widget"
+"""Target of the comms of widgets; libraries open comms with others."""
+CONTROL = "jupyter.widget.control"
+"""Target of the comm on which a page requests the states of all widgets."""
 
 
 @dataclass
@@ -30,9 +44,10 @@ class _Widget:
     cell: WidgetCell
     """The cell that has shown the widget last, or created it; output of its callbacks belongs to this cell."""
     parts: set[str]
-    opening: Message | None
-    """Message that opens the widget in its current state; None once the page knows the widget. A page does not know the
-    widgets of ranks that are not shown."""
+    opening: Message
+    """Message that opens the widget in its current state."""
+    announced: bool = False
+    """True once the page knows the widget. A page does not know the widgets of ranks that are not shown."""
 
 
 def _find_comms() -> tuple[Any, Any]:
@@ -51,6 +66,10 @@ class Comms:
         self._widgets: dict[str, _Widget] = {}
         self._unannounced: dict[str, None] = {}
         """Names of the widgets that the page does not know, the oldest first; a dict as an ordered set."""
+        self._lock = threading.Lock()
+        """Held while states change or are copied; a page may request them while a cell runs, on another thread."""
+        self._in_control = False
+        """True once the reply to a page that requests the states of all widgets includes those of the ranks."""
         self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
@@ -76,13 +95,15 @@ class Comms:
             self.bars.change(name, state)
             new = referenced_ids(state) - widget.parts
             widget.parts |= new
-            if widget.opening is not None:
-                merge_state(widget.opening, message)
-                return
-            for part in new:
+            self._merge(widget, message)
+            for part in new if widget.announced else ():
                 self.show(part, widget.cell)
-        if widget.opening is None:
+        if widget.announced:
             cell.page.send(message)
+
+    def _merge(self, widget: _Widget, message: Message) -> None:
+        with self._lock:
+            merge_state(widget.opening, message)
 
     def show(self, name: str, cell: WidgetCell) -> None:
         """Announce a widget to the page, and attribute it and all its parts to `cell`, which shows it."""
@@ -100,17 +121,24 @@ class Comms:
         widget = self._widgets.get(name)
         return None if widget is None else widget.cell
 
+    def has_layout(self, name: str) -> bool:
+        """Return True if the widget has a size, a border or another property of a layout."""
+        widget = self._widgets.get(name)
+        layout = None if widget is None else state_in(widget.opening).get("layout")
+        states = [state_in(self._widgets[part].opening) for part in referenced_ids(layout) if part in self._widgets]
+        return any(value is not None for state in states for key, value in state.items() if not key.startswith("_"))
+
     def tell(self, name: str, page: CellOutputArea) -> None:
         """Announce a widget to the page, after its parts, unless the page knows it."""
         widget = self._widgets.get(name)
-        if widget is None or widget.opening is None:
+        if widget is None or widget.announced:
             return
-        message, widget.opening = widget.opening, None
+        widget.announced = True
         self._unannounced.pop(name, None)
         for part in widget.parts:
             self.tell(part, page)
-        self._open_comm(widget, message["content"])
-        page.send(message)
+        self._open_comm(widget, widget.opening["content"])
+        page.send(widget.opening)
 
     def _note_unannounced(self, name: str) -> None:
         self._unannounced[name] = None
@@ -137,9 +165,62 @@ class Comms:
             if len(self._sent) > KEPT:
                 cluster.stop_listening(self._sent.popleft())
 
+        def answer(message: Message) -> None:
+            if content.get("target_name") == WIDGETS and message["content"]["data"].get("method") == "request_state":
+                with self._lock:
+                    opened, buffers = widget.opening["content"]["data"], widget.opening.get("buffers")
+                    proxy.send({**opened, "method": "update"}, buffers=buffers)
+                return
+            self._merge(widget, message)
+            to_rank(message)
+
         def close_comm(message: Message | None = None) -> None:
             to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})
 
-        proxy.on_msg(to_rank)
+        proxy.on_msg(answer)
         proxy.on_close(close_comm)
         manager.register_comm(proxy)
+        if not self._in_control:
+            self._in_control = True
+            self._join_control(manager)
+
+    def _join_control(self, manager: Any) -> None:
+        """Add the states of ranks' widgets to the reply when a page requests those of all widgets.
+
+        Importing ipywidgets registers the target; if it came later, it would replace this one. Without ipywidgets 8, a
+        page requests the state of each widget.
+        """
+        with contextlib.suppress(ImportError):
+            import ipywidgets  # noqa: F401
+        opened_before = manager.targets.get(CONTROL)
+
+        def open_control(comm: Any, message: Message) -> None:
+            send = comm.send
+
+            def send_with_ranks(data: Any = None, metadata: Any = None, buffers: Any = None) -> None:
+                if data.get("method") == "update_states":
+                    states, paths, parts = self._states()
+                    states, paths = {**data["states"], **states}, [*data["buffer_paths"], *paths]
+                    data, buffers = {**data, "states": states, "buffer_paths": paths}, [*(buffers or []), *parts]
+                send(data, metadata, buffers)
+
+            comm.send = send_with_ranks
+            opened_before(comm, message)
+
+        if opened_before is not None:
+            manager.register_target(CONTROL, open_control)
+
+    def _states(self) -> tuple[dict[str, Any], list[list[Any]], list[Any]]:
+        """Return the states of the widgets that a page knows, the paths of their binary buffers, and the buffers."""
+        states, paths, buffers = dict[str, Any](), list[list[Any]](), list[Any]()
+        with self._lock:
+            for name, widget in list(self._widgets.items()):
+                state = dict(state_in(widget.opening))
+                if not widget.announced or not state.get("_model_name"):
+                    continue
+                keys = ("model_name", "model_module", "model_module_version")
+                states[name] = {**{key: state.get(f"_{key}") for key in keys}, "state": state}
+                found = widget.opening["content"]["data"].get("buffer_paths") or []
+                paths += [[name, "state", *path] for path in found]
+                buffers += widget.opening.get("buffers") or []
+        return states, paths, buffers

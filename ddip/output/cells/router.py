@@ -328,8 +328,13 @@ class CellOutput:
         del captures[first:]
 
     def _show_widget(self, rank: int, model: str, comms: Comms) -> None:
-        """Show the widget in this cell on the page, unless a tab shows the output that it captures."""
-        if not self.keeps(rank, model):
+        """Show the widget in this cell on the page, unless a tab shows the output that it captures.
+
+        A tab, which is above all widgets, suits an Output widget as plain as that of a ``rich`` bar: a text with no
+        widget before it.
+        """
+        tab = self._tab(rank)
+        if not self.keeps(rank, model) or comms.has_layout(model) or (tab is not None and tab.has_widgets):
             self._give_to_page(rank, model, comms)
         comms.show(model, self)
 
