@@ -12,7 +12,7 @@ MISSED_BEATS = 40
 """Unanswered heartbeats after which ssh gives up: a host that is silent for so long is useless even if its kernel
 acknowledges. ``links.py`` notices a cut link earlier."""
 
-DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
+DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, another host takes its place"
 
 
 def agent_command(host: str, python: str, setup: str) -> list[str]:
