@@ -181,6 +181,19 @@ class Host:
             if self.is_up():
                 self.run(["nft", f"delete table inet from-{other.name}"])
 
+    @contextlib.contextmanager
+    def parted_from(self, other: Host) -> Iterator[None]:
+        """Drop all packets between this host and `other` during the block; both still reach all others."""
+        chains = (
+            f"chain {hook} {{ type filter hook {hook} priority 0; ip {end} {other.address} drop; }};"
+            for hook, end in (("input", "saddr"), ("output", "daddr"))
+        )
+        self.run(["nft", f"table inet parted-from-{other.name} {{ {' '.join(chains)} }}"])
+        try:
+            yield
+        finally:
+            self.run(["nft", f"delete table inet parted-from-{other.name}"])
+
     # What it runs
 
     def command(self, arguments: Sequence[str], folder: str = first_process.HOME) -> list[str]:
