@@ -17,6 +17,7 @@ __all__ = [
     "GroupError",
     "LocalCellFailed",
     "NoGroup",
+    "PartitionError",
     "RankError",
     "RequestFailed",
     "RequestInterrupted",
@@ -52,6 +53,10 @@ class NoGroup(DipUsageError, RuntimeError):
 
 class GroupError(DipUsageError, RuntimeError):
     """The group did not form, or one of its ranks has ended or is busy."""
+
+
+class PartitionError(GroupError):
+    """Hosts of the group cannot reach each other; no rank is replaced for that."""
 
 
 class RequestFailed(GroupError):

@@ -21,7 +21,7 @@ NOT_RUN = (
     "its login shell did not run ddip's command; look in its ~/.bashrc and ~/.profile for a line that waits for input, "
     "starts another shell or exits, and in its sshd_config for ForceCommand"
 )
-DOWN = "is it up? %makedip --repair --hosts names another in place of a host that was lost, as in --hosts h1:4,h3:4"
+DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, another host takes its place"
 
 
 def agent_command(host: str, python: str, setup: str) -> list[str]:

@@ -680,7 +680,7 @@ class Group:
         transfer.check_own(values, "push")
         with self.lifecycle.turn:
             with self.lifecycle.progress.reported_to(progress):
-                self.lifecycle.ensure_ready(to)
+                self.lifecycle.ensure_ready(to, needs_group=False)
             self.transferred = transfer.push_values(self.ranks, values, to, progress)
         return [*self.transferred.moved]
 
@@ -731,7 +731,7 @@ class Group:
                 if self.ranks.gpu_lost:
                     self.lifecycle.ensure_free(of)
                 else:
-                    self.lifecycle.ensure_ready(of)
+                    self.lifecycle.ensure_ready(of, needs_group=False)
             values, self.transferred = transfer.pull_values(self.ranks, names, of, progress)
         return values, [*self.transferred.moved]
 
@@ -835,7 +835,7 @@ class Group:
         """
         (rank,) = placement.check_ranks([source], self.world_size, "source")
         with self.lifecycle.turn:
-            self.lifecycle.ensure_ready_for_cell()
+            self.lifecycle.ensure_ready_for_cell(needs_group=True)
             copied, refused = self._parts.differences.sync(names, rank)
         for path, why in refused.items():
             notify(f"{path} was not copied: {why}")
@@ -880,7 +880,7 @@ class Group:
         """
         sources = modules.find_sources(names)
         with self.lifecycle.turn, self.lifecycle.progress.reported_to(progress):
-            self.lifecycle.ensure_ready()
+            self.lifecycle.ensure_ready(needs_group=False)
             return self._modules.push(self.ranks, sources, reload, progress)
 
     # -- status

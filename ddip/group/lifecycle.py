@@ -89,7 +89,7 @@ from ddip.cluster.cluster_api import Cluster
 from ddip.cluster.ipyparallel.own_cluster import OwnCluster
 from ddip.cluster.processes.host import Host
 from ddip.cluster.reach import Reach
-from ddip.errors import REPAIR, BadInput, CellError, GroupError, RequestInterrupted
+from ddip.errors import REPAIR, BadInput, CellError, GroupError, PartitionError, RequestInterrupted
 from ddip.group import stopping
 from ddip.group.app import App
 from ddip.group.cells.cell import Cell
@@ -106,7 +106,7 @@ from ddip.group.process_group import revival
 from ddip.group.process_group.fitness import Fitness
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.group.process_group.revival import NewRanks
-from ddip.output.area import stop_name
+from ddip.output.area import notify, stop_name
 from ddip.output.progress import Report
 from ddip.protocol.reports import LostObjects
 
@@ -114,6 +114,10 @@ ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
 
 FORMED_AGAIN = "the group must first be rebuilt, which needs all ranks free"
+APART = (
+    "{partition}\ncells without collectives run on, and all variables stay; once the hosts reach each other, the "
+    "group is rebuilt before the next cell"
+)
 SAME = Request()
 """Request without a change."""
 NewCluster = Callable[[Request], Cluster]
@@ -196,6 +200,8 @@ class Lifecycle:
         self._new_cluster, self._history = new_cluster, history
         self._request = request
         self._parts: Parts | None = None
+        self._reported = ""
+        """The partition that was reported last; empty once the group has been rebuilt."""
         self._pid = os.getpid()
         if getattr(get_ipython(), "is_rank", False):
             raise BadInput("ddip.Group: this process is a rank of a group; start groups in the notebook or a script")
@@ -283,6 +289,10 @@ class Lifecycle:
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"
             why = [str(error)] if isinstance(error, RequestInterrupted) else []
             raise RequestInterrupted("\n".join([what, *why])) from None
+        except PartitionError as error:
+            if self.spec is not former:
+                raise
+            raise PartitionError(f"the group is unchanged: {error}") from None
         return True
 
     def restart(self, request: Request = SAME, report: Report = ignore_progress) -> None:
@@ -328,12 +338,15 @@ class Lifecycle:
 
     # -- readiness
 
-    def ensure_ready(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
+    def ensure_ready(
+        self, ranks: Collection[int] | None = None, before: Cell | None = None, *, needs_group: bool = True
+    ) -> None:
         """Ensure that all ranks run, `ranks` (default: all) are free, and the process group is usable.
 
         Call it before each request to main threads of ranks. It rebuilds an unhealthy process group. It does not wait
         for running cells: it raises GroupError if a rank has ended or is busy. `before`: a queued cell; then cells
-        admitted after it are ignored.
+        admitted after it are ignored. If hosts cannot reach each other, so that there is no group, it raises
+        PartitionError, or tells the user once if the request does without (`needs_group`).
         """
         self.ensure_free(ranks, before)
         parts = self.parts
@@ -341,17 +354,30 @@ class Lifecycle:
         is_same_group = parts.manager.healthy
         if not is_same_group:
             parts.cells.ensure_not_running(range(self.size), FORMED_AGAIN, before)
-            self.rebuild()
+            try:
+                self.rebuild()
+            except PartitionError as error:
+                if needs_group:
+                    raise
+                self._report_partition(str(error))
+                return
         parts.manager.iterations.settle(self._free_ranks(ranks, before), is_same_group)
         parts.app.catch_up(self.rebuild)
         if parts.new_ranks.lack_settings and len(self._free_ranks(ranks, before)) == self.size:
             parts.new_ranks.carry_settings()
 
-    def ensure_ready_for_cell(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
+    def _report_partition(self, partition: str) -> None:
+        if partition != self._reported:
+            self._reported = partition
+            notify(APART.format(partition=partition))
+
+    def ensure_ready_for_cell(
+        self, ranks: Collection[int] | None = None, before: Cell | None = None, *, needs_group: bool = False
+    ) -> None:
         """Call `ensure_ready`, then print which variables an earlier fault left different across ranks."""
-        self.ensure_ready(ranks, before)
+        self.ensure_ready(ranks, before, needs_group=needs_group)
         parts = self.parts
-        if parts.differences.pending and not parts.cells.active_on(range(self.size), before):
+        if parts.differences.pending and parts.manager.healthy and not parts.cells.active_on(range(self.size), before):
             parts.differences.report_fault()
 
     def _free_ranks(self, ranks: Collection[int] | None, before: Cell | None) -> Collection[int]:
@@ -382,6 +408,7 @@ class Lifecycle:
         ranks, cluster, manager = parts.ranks, parts.ranks.cluster, parts.manager
         new = not ranks.members  # a first start that fails ends all processes
         try:
+            manager.ensure_connected(spec)
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.note_presses():
@@ -411,10 +438,15 @@ class Lifecycle:
         parts = self.parts
         with stopping.note_presses():
             try:
+                parts.manager.ensure_connected(self.spec)
                 going = parts.manager.leave(deadline)
                 parts.manager.join(self.spec, self.options.collect, deadline)
+            except PartitionError:
+                parts.manager.ensure_released()
+                raise
             except GroupError as error:
                 raise GroupError(f"the group could not be rebuilt: {self._blame(error)}") from None
+            self._reported = ""
             parts.fitness.unfit.clear()
             revival.go_on(parts.ranks, parts.manager, going)
 

@@ -84,7 +84,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
+from ddip.errors import BadInput, GroupError, PartitionError, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.lifecycle import Lifecycle
 from ddip.group.members import placement, wanted
@@ -181,6 +181,7 @@ class _Repair:
             (source,) = placement.check_ranks([source], self._lifecycle.size, "source")
         transfer.check_own(names, "repair")
         self._cluster.ensure_controller()
+        self._ensure_connected()
         began = time.monotonic()
         self._ranks.carry_on()
         gone = self._lost() or self._find_lost()
@@ -202,6 +203,13 @@ class _Repair:
         self._lifecycle.seconds = time.monotonic() - began
         return replaced
 
+    def _ensure_connected(self) -> None:
+        """Raise PartitionError if hosts cannot reach each other: ranks that cannot meet would seem unfit."""
+        try:
+            self._manager.ensure_connected(self._lifecycle.spec)
+        except PartitionError as error:
+            raise PartitionError(f"no rank was replaced: {error}") from None
+
     def _lost(self) -> list[int]:
         """Return the ranks known to need a new process, after waiting for ranks that are only slow to stop."""
         return sorted({*self._cells.settle(), *self._ranks.ended, *self._ranks.gpu_lost, *self._fitness.unfit})
@@ -216,13 +224,18 @@ class _Repair:
             self._lifecycle.ensure_ready()
             self._manager.check(time.monotonic() + self._options.timeout)
             return self._fitness.no_cell_runs(self._options.timeout)
+        except PartitionError:
+            raise
         except GroupError:
             if self._lost():
                 return self._lost()
         try:
             self._lifecycle.rebuild()
             self._manager.check(time.monotonic() + self._options.timeout)
+        except PartitionError:
+            raise
         except GroupError:
+            self._manager.ensure_connected(self._lifecycle.spec)
             spec, collect = self._lifecycle.spec, self._options.collect
             if not self._lost():
                 self._fitness.unfit = set(self._fitness.alone(spec, collect))

@@ -22,7 +22,7 @@ from ddip.cluster.hosts import agent, beats
 from ddip.cluster.hosts.relay import FRAME, Relay, Sender
 from ddip.cluster.processes import links, on_host, preload_client, processes
 from ddip.cluster.processes.children import Child, Children
-from ddip.cluster.processes.host import ASK_SECONDS, HostLost
+from ddip.cluster.processes.host import ASK_SECONDS, HostLost, wait_for
 from ddip.cluster.processes.on_host import Facts
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -150,10 +150,7 @@ class RemoteHost:
         """
         self._relay.targets = list(sockets.values())
         answer: Future[None] = self._request(listen=list(sockets))
-        try:
-            answer.result(ASK_SECONDS)
-        except TimeoutError:
-            raise HostLost(f"{self.name} has not answered for {ASK_SECONDS:g} s") from None
+        wait_for(self, answer)
 
     def _request(self, **request: Any) -> Future[R]:
         answer: Future[R] = Future()
@@ -168,10 +165,7 @@ class RemoteHost:
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `function` in the agent, and return its result; raise HostLost if there is no answer in time."""
-        try:
-            return self.begin(function, *args, **kwargs).result(ASK_SECONDS)
-        except TimeoutError:
-            raise HostLost(f"{self.name} has not answered for {ASK_SECONDS:g} s") from None
+        return wait_for(self, self.begin(function, *args, **kwargs), ASK_SECONDS)
 
     def close(self) -> None:
         """Let the agent end all processes there, and wait for up to ASK_SECONDS until it has."""

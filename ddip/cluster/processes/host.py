@@ -6,20 +6,24 @@ RemoteHost     another machine: its agent does there what LocalHost does here   
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from ddip.cluster.processes import on_host, preload_client
+from ddip.cluster.processes import links, on_host, preload_client
 from ddip.cluster.processes.children import Child
 from ddip.cluster.processes.on_host import Facts
 
 P = ParamSpec("P")
 R = TypeVar("R")
 ASK_SECONDS = 5.0
-"""Time that a host may take to answer before it counts as lost."""
+"""Time that a host may take to answer a question that ddip can do without."""
+NEEDED_SECONDS = links.LOST_SECONDS + 5.0
+"""Time that a host may take to answer a question that ddip cannot do without: if the link was cut for less than
+`links.LOST_SECONDS`, the answer still comes."""
 
 
 class Host(Protocol):
@@ -71,6 +75,14 @@ class Host(Protocol):
 
 class HostLost(RuntimeError):
     """The host cannot be reached any more, or does not answer."""
+
+
+def wait_for(host: Host, answer: Future[R], seconds: float = NEEDED_SECONDS) -> R:
+    """Return a host's `answer`; raise HostLost if the host is lost or does not answer within `seconds`."""
+    try:
+        return answer.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise HostLost(f"{host.name} has not answered for {seconds:g} s") from None
 
 
 class LocalHost:

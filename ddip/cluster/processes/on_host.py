@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
@@ -28,10 +29,14 @@ from ddip.cluster.processes.processes import end_processes, find_existing
 from ddip.protocol import dump
 from ddip.protocol.old_versions import tcp_connections
 
+MOST_TRIES = 4096
+"""Number of connections that the kernel accepts at an open port."""
 SIGNAL_SECONDS = 0.3
 """Time that a rank that does not answer may take to dump its stack."""
-REACH_SECONDS = 4.0
-"""Time limit of a TCP connection to another host; the kernel retries after 1 s and 3 s."""
+TRY_SECONDS = 1.0
+"""Time limit of one attempt to connect to another host, since the kernel repeats it only after 1 s, 3 s and 7 s."""
+PAUSE_SECONDS = 0.1
+"""Pause between two such attempts."""
 ELSEWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737), so that its route is the default route."""
 
@@ -270,13 +275,26 @@ def find_route(address: str) -> tuple[str, str]:
     return ours, names[0] if names else ""
 
 
-def try_connection(address: str, port: int) -> str:
-    """Try a TCP connection to a port of another host, and return the error; empty if it succeeds."""
-    try:
-        socket.create_connection((address, port), REACH_SECONDS).close()
-    except OSError as error:
-        return "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
-    return ""
+def try_connections(targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
+    """Connect to ports of other hosts at once, and return the error of each; empty if it succeeds within `seconds`."""
+    if not targets:
+        return []
+    with ThreadPoolExecutor(len(targets)) as pool:
+        return list(pool.map(lambda target: _try_connection(target[0], target[1], seconds), targets))
+
+
+def _try_connection(address: str, port: int, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), min(TRY_SECONDS, max(0.1, deadline - time.monotonic()))).close()
+            return ""
+        except ConnectionRefusedError as error:  # by a firewall: the host has been reached
+            return str(error.strerror)
+        except OSError as error:
+            if time.monotonic() + PAUSE_SECONDS > deadline:
+                return "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
+        time.sleep(PAUSE_SECONDS)
 
 
 def _without_interface(address: str) -> str:
@@ -300,6 +318,15 @@ def hold_port(former: int = 0) -> int:
     number = int(holder.getsockname()[1])
     _held_ports[number] = holder.detach()
     release_port(former)
+    return number
+
+
+def open_port(address: str) -> int:
+    """Listen at a free port of `address`, until `release_port`, for connections that `try_connections` tries."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=MOST_TRIES)
+    number = int(listener.getsockname()[1])
+    _held_ports[number] = listener.detach()
     return number
 
 

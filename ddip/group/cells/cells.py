@@ -161,7 +161,7 @@ class Cells:
         The caller has made sure that the ranks are free. `limits` are the cell's time limits. Until `until_it_ends`
         closes, the stop button stops the cell; a KeyboardInterrupt could otherwise leave a cell that never ends.
         """
-        running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), cell, limits)
+        running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), self._manager, cell, limits)
         cell.press_stop = running.press_stop
         cell.recording.most = self.history.keep_output_bytes
         until_it_ends.enter_context(stopping.call_on_press(running.press_stop))

@@ -43,6 +43,7 @@ from ddip.group.cells.cell_state import (
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
+from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
 from ddip.output.terminal_text import last_lines
@@ -75,9 +76,9 @@ class Notices:
             f"{headline}:\n{places_text(places)}\n{hint}", f"{ranks_text(ranks)} continued for a while after that"
         )
 
-    def report_stall(self, seconds: float, places: Places, stopped: str) -> None:
-        """Report that no rank has made progress for `seconds`; `stopped` names processes stopped by a signal."""
-        lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, [stopped])]
+    def report_stall(self, seconds: float, places: Places, causes: Sequence[str]) -> None:
+        """Report that no rank has made progress for `seconds`, with the known `causes`; some may be empty."""
+        lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, causes)]
         hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
         self._show(text, f"no rank made progress for {seconds:g} s or more")
@@ -208,7 +209,14 @@ Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed 
 class RunningCell:
     """One running cell: passes events to its `CellState`, and carries out the actions that it returns."""
 
-    def __init__(self, ranks: Ranks, release: Callable[[], object], cell: Cell, limits: Limits) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        release: Callable[[], object],
+        manager: ProcessGroupManager,
+        cell: Cell,
+        limits: Limits,
+    ) -> None:
         """Prepare to run `cell`; `release` aborts the collectives that wait for it."""
         self.cell = cell
         self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
@@ -219,6 +227,7 @@ class RunningCell:
         self._state = CellState([], limits, time.monotonic())
         self._ranks = ranks
         self._release = release
+        self._manager = manager
         assert cell.output is not None
         self.output = self._show = cell.output
         self._watch = Watch(ranks, limits.stall_timeout)
@@ -360,6 +369,8 @@ class RunningCell:
                 error = CellError(errors, self._ranks.repair_text)
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
+                elif not self._manager.healthy and (partition := self._manager.describe_partition()):
+                    error.args = (f"{error}; {partition}",)
                 return error
             case "good" if self._is_stop_queued():
                 return CellInterrupted("the cell had already ended when it was interrupted", {})
@@ -495,7 +506,8 @@ class RunningCell:
             case RankAction.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
                 where = {**finished, **self._ranks.places(running)}
-                self._notices.report_stall(self._state.limits.stall_timeout, where, self._ranks.cluster.stopped())
+                causes = [self._ranks.cluster.stopped(), self._manager.describe_partition()]
+                self._notices.report_stall(self._state.limits.stall_timeout, where, causes)
             case Question.WHO_MOVES:
                 assert self._ending is not None
                 return MovingRanks(self._ending.find_moving(running))

@@ -2,7 +2,7 @@
 
 The errors that ranks raise then often mislead: the first rank to raise may only have noticed another's fault. So
 ranks are tried instead: first each alone, as most faults of a process show there; then all but one, with a new process
-in its place; and if several ranks are to blame, each with a new process.
+in its place, on the same host; and if several ranks are to blame, each with a new process.
 
 A rank may be fit for the group and yet unable to run a cell.
 """
@@ -10,7 +10,7 @@ A rank may be fit for the group and yet unable to run a cell.
 from __future__ import annotations
 
 from ddip.cluster.cluster_api import Recipient
-from ddip.errors import GroupError, RankError, RequestFailed
+from ddip.errors import RankError, RequestFailed
 from ddip.group import stopping
 from ddip.group.members.engines import Engines
 from ddip.group.members.placement import GroupSpec
@@ -49,19 +49,27 @@ class Fitness:
         return unfit
 
     def with_a_helper(self, spec: GroupSpec, collect: bool, app: str | None, deadline: float) -> list[int]:
-        """Return the ranks to blame for a group that cannot be formed, found with the help of a new process.
+        """Return the ranks to blame for a group that cannot be formed, found with a new process on each host.
 
-        `deadline` is on ``time.monotonic``.
+        So a rank is blamed only if a new process at its place does better. `deadline` is on ``time.monotonic``. Raises
+        PartitionError if the network is to blame.
         """
         members = self._ranks.members
-        ranks, helper = range(len(members)), len(members)
+        ranks = list(range(len(members)))
+        hosts = [member.binding.host for member in members]
+        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         try:
-            self._ranks.members = [*members, self._engines.replace([0], spec, app, deadline)[0]]
-            without = [[helper if other == rank else other for other in ranks] for rank in ranks]
+            started = self._engines.replace(firsts, spec, app, deadline)
+            self._ranks.members = [*members, *(started[rank] for rank in firsts)]
+            helper = {hosts[rank]: len(members) + place for place, rank in enumerate(firsts)}
+            without = [[helper[hosts[rank]] if other == rank else other for other in ranks] for rank in ranks]
             fit = [rank for rank in ranks if self._can_form(without[rank], spec, collect)]
             if fit:
-                return [] if len(fit) == len(members) > 1 else fit[:1]
-            return [rank for rank in ranks if not self._can_form([helper, rank], spec, collect)]
+                formed = len(fit) == len(members) > 1 or self._can_form(ranks, spec, collect)
+                return [] if formed else fit[:1]
+            return [
+                rank for rank in ranks if self._is_unfit(rank, helper[hosts[0]], helper[hosts[rank]], spec, collect)
+            ]
         finally:
             self._ranks.members = members
             with stopping.note_presses():
@@ -86,8 +94,16 @@ class Fitness:
         return [rank for rank, cell in cells.items() if not cell.done() or self._ranks.error_of(rank, cell.result())]
 
     def _can_form(self, group: list[int], spec: GroupSpec, collect: bool) -> bool:
+        """Return whether `group` can be formed; raise PartitionError if only the network keeps it from that."""
         try:
             self._manager.attempt([group], spec, collect, TRY_SECONDS)
-        except GroupError:
+        except RequestFailed:
+            self._manager.ensure_connected(spec)
             return False
         return True
+
+    def _is_unfit(self, rank: int, other: int, helper: int, spec: GroupSpec, collect: bool) -> bool:
+        """Return whether `rank` cannot form a group with the `other` rank, but the `helper` on its host can."""
+        if self._can_form([other, rank], spec, collect):
+            return False
+        return helper == other or self._can_form([other, helper], spec, collect)

@@ -10,22 +10,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddip.cluster.processes import on_host, preload_client
-from ddip.cluster.processes.host import ASK_SECONDS, Host, HostLost, LocalHost
-from ddip.errors import GroupError
+from ddip.cluster.processes.host import NEEDED_SECONDS, Host, HostLost, LocalHost, wait_for
+from ddip.errors import GroupError, PartitionError, RequestFailed
 from ddip.group.members import host_facts as host_module
 from ddip.group.members.placement import GroupSpec
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group import network
-from ddip.group.process_group.network import Network
+from ddip.group.process_group.network import Network, Partition
 from ddip.protocol import on_rank
 from ddip.protocol.rank_spec import INTERFACE_VARIABLES, RankSpec
 
-LISTEN_SECONDS = 5.0
-"""Time that a rank may take to start serving a store."""
+PATIENCE_SECONDS = 8.0
+"""Time for which hosts must fail to reach each other to count as apart; a link that is cut for 5 s does not."""
+BRIEF_SECONDS = 0.5
+"""Time for one more try after that, and for a look while a cell runs."""
 
 
 @dataclass
@@ -57,6 +60,38 @@ class RendezvousFactory:
         self.held = 0
         """The latest MASTER_PORT given to ranks; it is held open on the host of the first of them."""
         self._holder: Host | None = None
+        self._partition: Partition | None = None
+        """The last try's result; None if the hosts reached each other."""
+
+    def ensure_connected(self, hosts: Sequence[int]) -> None:
+        """Raise PartitionError if `hosts` that are not lost do not reach each other for `PATIENCE_SECONDS`."""
+        waited = 0.0 if self._partition is None else time.time() - self._partition.since
+        seconds = max(BRIEF_SECONDS, PATIENCE_SECONDS - waited)
+        try:
+            partition = self.find_partition(
+                [host for host in hosts if not self._host_at(host).lost], seconds, NEEDED_SECONDS
+            )
+        except HostLost as error:
+            raise GroupError(str(error)) from None
+        if partition is not None:
+            raise PartitionError(str(partition))
+
+    def find_partition(
+        self, hosts: Sequence[int], seconds: float = BRIEF_SECONDS, answer_seconds: float = 2 * BRIEF_SECONDS
+    ) -> Partition | None:
+        """Let `hosts` try for `seconds` to reach each other, and return which could not.
+
+        Raises HostLost if a host does not answer the notebook within `answer_seconds`, and GroupError.
+        """
+        began, places = time.time(), tuple(hosts)
+        gaps = []
+        if len(places) > 1:
+            gaps = network.find_gaps(
+                [*map(self._host_at, places)], self._networks_between(places), seconds, answer_seconds
+            )
+        since = began if self._partition is None else self._partition.since
+        self._partition = Partition(gaps, since) if gaps else None
+        return self._partition
 
     def prepare(self, number: int, ranks: Sequence[int]) -> Rendezvous:
         """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""
@@ -66,14 +101,13 @@ class RendezvousFactory:
         try:
             if len(hosts) == 1:
                 folder = str(first.run_folder)
-                first.ask(on_host.ensure_private, folder)  # a cell may have removed it or changed its permissions
+                wait_for(first, first.begin(on_host.ensure_private, folder))  # a cell may have removed it
                 meeting.store = f"{folder}/store-{number}"
             else:
                 port = self._serve_store(ranks[0], meeting.networks[0].address)
-                self._ensure_reached(meeting, port)
                 meeting.store = f"tcp://{_bracket_ipv6(meeting.networks[0].address)}:{port}/{number}"
             self.hold_port(first)
-        except (HostLost, TimeoutError) as error:
+        except HostLost as error:
             raise GroupError(str(error)) from None
         meeting.master_port = self.held
         return meeting
@@ -90,28 +124,11 @@ class RendezvousFactory:
 
     def _serve_store(self, rank: int, address: str) -> int:
         """Let `rank` serve the store; return the port."""
-        (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), LISTEN_SECONDS).values()
+        (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:
-            raise GroupError(f"rank {rank} has not served the group's store at {address} for {LISTEN_SECONDS:g} s")
+            problem = f"rank {rank} has not served the group's store at {address} for {NEEDED_SECONDS:g} s"
+            raise RequestFailed(problem, {}, [rank])
         return answer
-
-    def _ensure_reached(self, meeting: Rendezvous, port: int) -> None:
-        """Raise GroupError if a host cannot reach the store, as behind a firewall; torch would wait long."""
-        others = list(zip(meeting.hosts, meeting.networks, strict=True))[1:]
-        first = meeting.networks[0]
-        requests = [
-            (self._host_at(number).begin(on_host.try_connection, first.address, port), number, own)
-            for number, own in others
-        ]
-        for answer, number, own in requests:
-            why = answer.result(ASK_SECONDS)
-            if why:
-                names = [self._host_at(which).name or "this machine" for which in (number, meeting.hosts[0])]
-                raise GroupError(
-                    f"{names[0]}, {own.address}, cannot reach {names[1]}, {first.address}, at port {port}, where the "
-                    f"ranks meet ({why}): the hosts of a group must reach each other at all ports from 1024 on; open "
-                    "the firewall between them, or name another network with GLOO_SOCKET_IFNAME in the notebook"
-                )
 
     def hold_port(self, holder: Host | None = None) -> tuple[int, int]:
         """Hold another MASTER_PORT on `holder`, or on the same host as before.
@@ -120,7 +137,8 @@ class RendezvousFactory:
         """
         former, self._holder = self._holder, holder or self._holder or self._host_at(0)
         same_host = former is self._holder
-        former_port, self.held = self.held, self._holder.ask(on_host.hold_port, self.held if same_host else 0)
+        held = wait_for(self._holder, self._holder.begin(on_host.hold_port, self.held if same_host else 0))
+        former_port, self.held = self.held, held
         if former is not None and not same_host:
             former.begin(on_host.release_port, former_port)
         return former_port, self.held

@@ -12,11 +12,13 @@ the next cell
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ddip.cluster.processes.host import HostLost
 from ddip.errors import GroupError
 from ddip.group.members import host_facts
 from ddip.group.members.placement import GroupSpec
@@ -59,6 +61,8 @@ class ProcessGroupManager:
         self._meetings = RendezvousFactory(ranks)
         self._meeting: Rendezvous | None = None
         """The rendezvous of the current group."""
+        self._is_released = True
+        """True if the collectives of the current group raise on every rank instead of waiting."""
         self._made_connections: dict[int, list[tuple[Any, ...]]] = {}
         """Connections of each rank from when the group was formed. A rank that has ended can no longer report them, and
         a process that it has forked may keep them open."""
@@ -76,6 +80,17 @@ class ProcessGroupManager:
         found = {} if self._meeting is None else dict(zip(self._meeting.hosts, self._meeting.networks, strict=True))
         return found if len(found) > 1 else {}
 
+    def ensure_connected(self, spec: GroupSpec) -> None:
+        """Raise PartitionError if hosts of the group of `spec` cannot reach each other."""
+        self._meetings.ensure_connected(tuple(dict.fromkeys(map(spec.host, range(spec.size)))))
+
+    def describe_partition(self) -> str:
+        """Return which hosts of the group cannot reach each other now, after a brief look; empty if all can."""
+        hosts = tuple(dict.fromkeys(member.binding.host for member in self._ranks.members))
+        with contextlib.suppress(HostLost, GroupError):
+            return str(self._meetings.find_partition(hosts) or "")
+        return ""
+
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
         """Let all ranks join a new group, until `deadline` on ``time.monotonic``; raise GroupError.
 
@@ -84,6 +99,8 @@ class ProcessGroupManager:
         try:
             self._form_group(spec, collect, deadline)
         except GroupError as error:
+            if not self._ranks.ended:
+                self.ensure_connected(spec)
             if self._ranks.ended or self._ranks.abandoned or time.monotonic() > deadline:
                 raise
             log.debug("forming the group once more: %s", error)
@@ -106,6 +123,7 @@ class ProcessGroupManager:
             raise GroupError("forming the group failed: an unknown process connected to a rank during the start")
         if former is not None:
             self._meetings.remove_store(former)
+        self._is_released = False
         self._made_connections = connections.between_ranks(
             {rank: [tuple(ends) for ends in connected] for rank, (connected, _) in enumerate(made)}
         )
@@ -213,9 +231,14 @@ class ProcessGroupManager:
         """Release what the manager holds for groups; no group can be formed afterwards."""
         self._meetings.close()
 
+    def ensure_released(self) -> None:
+        """Let the collectives of the current group raise on every rank, if they do not yet."""
+        if not self._is_released:
+            self.release()
+
     def release(self, ranks: Collection[int] | None = None) -> None:
         """Abort every waiting collective on all ranks, or on `ranks` only if others run another cell."""
-        self.healthy = False
+        self.healthy, self._is_released = False, self._is_released or ranks is None
         self._abort_collectives([] if self._meeting is None else [self._meeting], ranks)
 
     def _abort_collectives(self, meetings: Sequence[Rendezvous], ranks: Collection[int] | None = None) -> None:

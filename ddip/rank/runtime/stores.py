@@ -167,9 +167,13 @@ def _wrap_tcp_store_init(method: Method, released: Callable[[], bool]) -> Method
     def wrapper(store: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(("world_size", "is_master", "timeout"), args, strict=False)) | kwargs
         if not arguments.get("is_master", False):
-            end = time.monotonic() + arguments.get("timeout", TCP_TIMEOUT).total_seconds()
-            while not _is_listening(host_name, port) and time.monotonic() < end:
+            seconds = arguments.get("timeout", TCP_TIMEOUT).total_seconds()
+            end = time.monotonic() + seconds
+            while not _is_listening(host_name, port):
                 _raise_if_released(released, f"this rank tried to connect to the TCPStore at {host_name}:{port}")
+                if time.monotonic() > end:  # C++ would wait for as long again, and no release would end that
+                    problem = f"the TCPStore at {host_name}:{port} could not be reached for {seconds:g} s"
+                    raise _torch.DistNetworkError(problem)
                 time.sleep(POLL_SECONDS)
         else:
             _raise_if_released(
