@@ -52,6 +52,8 @@ def find_effects(cell: str) -> Iterator[tuple[str, str]]:
     [('file', "open('a.txt', 'a')")]
     >>> list(find_effects("if rank == 0: open('a.txt', 'w')"))
     []
+    >>> list(find_effects("get_ipython().system(command)"))
+    []
     """
     try:
         tree = ast.parse(TransformerManager().transform_cell(cell))
@@ -62,7 +64,9 @@ def find_effects(cell: str) -> Iterator[tuple[str, str]]:
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr=method), args=arguments
             ):
-                yield from _find_in_magic(method, [ast.literal_eval(argument) for argument in arguments])
+                texts = [str(node.value) for node in arguments if isinstance(node, ast.Constant)]
+                if texts and len(texts) == len(arguments):  # else the user calls the method, with a computed command
+                    yield from _find_in_magic(method, texts)
             case (
                 ast.Call(func=ast.Name("open"), args=[_, *modes])
                 | ast.Call(func=ast.Attribute(attr="open"), args=modes)
