@@ -236,11 +236,48 @@ class Comms(Protocol):
     def cell_of(self, name: str) -> WidgetCell | None:
         """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
 
+    def add_output(self, name: str, output: Bundle) -> None:
+        """Add `output`, in the form of a notebook file, to the state of an Output widget."""
+
+    def clear_output(self, name: str, wait: bool) -> None:
+        """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
+
+    def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
+        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago."""
+
     def has_layout(self, name: str) -> bool:
         """Return True if the widget has a size, a border or another property of a layout."""
 
     def tell(self, name: str, page: CellOutputArea) -> None:
         """Send the widget, and those in it, to `page`, unless the page has them."""
+
+
+class OutputState(CellOutputArea):
+    """The output area of an Output widget after the end of the cell: the widget's state.
+
+    A page captures only output of cells that it has run itself, and thus none after a reload.
+    """
+
+    def __init__(self, comms: Comms, model: str) -> None:
+        super().__init__()
+        self._comms, self._model = comms, model
+
+    def write(self, stream: str, text: str) -> None:
+        """Add text of a stream."""
+        if text:
+            self._comms.add_output(self._model, {"output_type": "stream", "name": stream, "text": text})
+
+    def show(
+        self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Add a MIME bundle; an Output widget ignores updates."""
+        if not update:
+            output = {"output_type": "display_data", "data": data, "metadata": metadata or {}}
+            self._comms.add_output(self._model, output)
+
+    def clear(self, wait: bool) -> None:
+        """Clear the widget; with `wait`, when the next output comes."""
+        self._comms.clear_output(self._model, wait)
 
 
 def replay_items(view: Plain, rank: int, items: Sequence[Item]) -> None:

@@ -41,7 +41,8 @@ def page_of(shown: Shown) -> list[str]:
 def captured_texts(messages: Messages) -> dict[str, str]:
     """Return the captured text of each Output widget; empty while a capture is unfinished.
 
-    A widget captures what comes between the two messages that set and clear its ``msg_id``.
+    A widget captures what comes between the two messages that set and clear its ``msg_id``. After the end of the cell,
+    its state holds all output.
     """
     texts: dict[str, str] = {}
     captures: list[str] = []
@@ -49,6 +50,8 @@ def captured_texts(messages: Messages) -> dict[str, str]:
         state = content["data"].get("state", {}) if kind == "comm_msg" else {}
         if state.get("msg_id"):
             captures.append(content["comm_id"])
+        elif "outputs" in state:
+            texts[content["comm_id"]] = "".join(output["text"] for output in state["outputs"])
         elif "msg_id" in state:
             captures.remove(content["comm_id"])
         elif captures:

@@ -20,6 +20,7 @@ CELLS = {
         "slider = ipywidgets.IntSlider(rank + 5)\nframe = ipywidgets.Output(layout={'border': '3px solid red'})\n"
         "with frame: print('framed', rank)\ndisplay(slider, frame)"
     ),
+    "interact": "%%dip -S all\nipywidgets.interact(lambda x: print('x is', x, 'on', rank), x=5);",
     "change": "%%dip\nslider.value = 99",
     "live": (
         "%%dip -S all\nprint('first of', rank)\nPath('begun').touch()\n"
@@ -40,7 +41,7 @@ NUMBER = {name: number for number, name in enumerate(CELLS)}
 def notebook(lab: Lab) -> Iterator[Lab]:
     """Open a notebook with two ranks, and run its first cells; the tests run one after the other."""
     lab.start("reload.ipynb", list(CELLS.values()), NUMBER["start"])
-    for name in ("text", "widgets"):
+    for name in ("text", "widgets", "interact"):
         lab.run(NUMBER[name])
     yield lab
 
@@ -89,6 +90,16 @@ def test_everything_is_there_after_a_reload_and_live(notebook: Lab) -> None:
     assert "text of 1" in output.locator(".ddip-shown:visible").inner_text()
     notebook.run(NUMBER["change"])
     assert_all_shown(notebook.page, 99, 99)
+
+
+def test_callbacks_answer_after_a_reload(notebook: Lab) -> None:
+    wait_for_words(notebook.page, "interact", "x is 5 on 0", "x is 5 on 1")
+    for rank in range(2):
+        notebook.output(NUMBER["interact"]).locator(".noUi-handle").nth(rank).focus()
+        notebook.page.keyboard.press("ArrowRight")
+        wait_for_words(notebook.page, "interact", f"x is 6 on {rank}")
+    reload(notebook)
+    wait_for_words(notebook.page, "interact", "x is 6 on 0", "x is 6 on 1")
 
 
 def test_a_second_window_shows_everything(notebook: Lab) -> None:

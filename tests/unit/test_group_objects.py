@@ -349,6 +349,32 @@ def test_output_captured_by_an_earlier_cell_appears_in_its_tab(new_group: NewGro
 
 
 @NEEDS_COMM
+def test_output_after_the_cell_is_in_the_widgets_state(new_group: NewGroup) -> None:
+    """A page that was reloaded captures no output."""
+    group = new_group(2)
+    cell = Cell(group, 0, 1)
+    cell.receive(0, comm_message("comm_open", "out", _model_name="OutputModel", outputs=[]))
+    cell.receive(0, comm_message("comm_open", "box", children=["IPY_MODEL_out"]))
+    cell.finish()
+
+    def send_late(*messages: dict[str, Any]) -> list[Any]:
+        captured = [comm_message("comm_msg", "out", msg_id=name) for name in ("of the rank", "")]
+        for message in (captured[0], *messages, captured[1]):
+            cell.receive(0, message)
+        group.comms.send_outputs(cell.page, at_once=True)
+        return list(cell.page.sent[-1]["content"]["data"]["state"]["outputs"])
+
+    cleared = {"header": {"msg_type": "clear_output"}, "content": {"wait": True}}
+    text = {"output_type": "stream", "name": "stdout"}
+    assert send_late(stream_message("a\n"), stream_message("b\n")) == [{**text, "text": "a\nb\n"}]
+    picture = {"output_type": "display_data", "data": {"text/plain": "d"}, "metadata": {}}
+    display = {"header": {"msg_type": "display_data"}, "content": {"data": picture["data"]}}
+    assert send_late(display) == [{**text, "text": "a\nb\n"}, picture]
+    assert send_late(cleared, stream_message("new\n")) == [{**text, "text": "new\n"}]
+    assert cell.page.captures == []
+
+
+@NEEDS_COMM
 def test_callback_output_belongs_to_the_cell_showing_the_widget(new_group: NewGroup) -> None:
     group = new_group(2)
     made, seen = Cell(group, 0, 1), Cell(group, 0, 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from IPython.core.getipython import get_ipython
 from ddip.cluster.cluster_api import Message
 from ddip.group.members.ranks import Ranks
 from ddip.output.area import CellOutputArea
+from ddip.output.views.tabs import REDRAW_BYTES, REDRAW_SECONDS
 from ddip.output.widgets import WidgetBars, WidgetCell, merge_state, referenced_ids, state_in
 from ddip.protocol.old_versions import find_comms
 
@@ -48,6 +50,13 @@ class _Widget:
     """Message that opens the widget in its current state."""
     announced: bool = False
     """True once the page knows the widget. A page does not know the widgets of ranks that are not shown."""
+    clears_next: bool = False
+    """True if the next output of an Output widget replaces the others."""
+
+
+def _update_message(name: str, outputs: list[Any]) -> Message:
+    data = {"method": "update", "state": {"outputs": outputs}, "buffer_paths": []}
+    return {"header": {"msg_type": "comm_msg"}, "content": {"comm_id": name, "data": data}}
 
 
 def _find_comms() -> tuple[Any, Any]:
@@ -70,6 +79,9 @@ class Comms:
         """Held while states change or are copied; a page may request them while a cell runs, on another thread."""
         self._in_control = False
         """True once the reply to a page that requests the states of all widgets includes those of the ranks."""
+        self._changed: dict[str, None] = {}
+        """Output widgets whose state is to be sent; a dict as an ordered set."""
+        self._next_send = 0.0
         self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
@@ -120,6 +132,44 @@ class Comms:
         """Return the cell that shows the widget or created it; None if there is no such widget."""
         widget = self._widgets.get(name)
         return None if widget is None else widget.cell
+
+    def add_output(self, name: str, output: dict[str, Any]) -> None:
+        """Add `output`, in the form of a notebook file, to the state of an Output widget."""
+        widget = self._widgets.get(name)
+        if widget is None:
+            return
+        outputs = [] if widget.clears_next else list(state_in(widget.opening).get("outputs") or ())
+        last = outputs[-1] if outputs else {}
+        if "text" in output and last.get("name") == output["name"]:
+            outputs[-1] = {**last, "text": "".join(last["text"]) + output["text"]}
+        else:
+            outputs.append(output)
+        self._change_outputs(name, widget, outputs)
+
+    def clear_output(self, name: str, wait: bool) -> None:
+        """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
+        widget = self._widgets.get(name)
+        if widget is not None and not wait:
+            self._change_outputs(name, widget, [])
+        elif widget is not None:
+            widget.clears_next = True
+
+    def _change_outputs(self, name: str, widget: _Widget, outputs: list[Any]) -> None:
+        widget.clears_next = False
+        self._merge(widget, _update_message(name, outputs))
+        self._changed[name] = None
+
+    def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
+        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago."""
+        if not self._changed or (time.monotonic() < self._next_send and not at_once):
+            return
+        changed, self._changed = self._changed, {}
+        size = 0
+        for name in [name for name in changed if name in self._widgets]:
+            outputs = state_in(self._widgets[name].opening).get("outputs", [])
+            size += sum(len(str(output)) for output in outputs)
+            page.send(_update_message(name, outputs))
+        self._next_send = time.monotonic() + max(REDRAW_SECONDS, size / REDRAW_BYTES)
 
     def has_layout(self, name: str) -> bool:
         """Return True if the widget has a size, a border or another property of a layout."""

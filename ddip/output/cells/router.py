@@ -26,7 +26,16 @@ from ddip.output.views.grouped import Grouped
 from ddip.output.views.labels import Labels
 from ddip.output.views.tabs import Tabs
 from ddip.output.views.views import Beside, Errors, Plain, View
-from ddip.output.widgets import Comms, Message, ShownBar, WidgetCell, referenced_ids, replay_items, state_in
+from ddip.output.widgets import (
+    Comms,
+    Message,
+    OutputState,
+    ShownBar,
+    WidgetCell,
+    referenced_ids,
+    replay_items,
+    state_in,
+)
 
 log = logging.getLogger("ddip")
 
@@ -47,6 +56,8 @@ class _Capture:
     """The cell that shows the widget."""
     view: Plain | None
     """View for the page's widget; None if a tab shows the captured output."""
+    by_page: bool = False
+    """True if the page captures what is sent to it, as it does while the cell runs."""
 
 
 class CellOutput:
@@ -122,6 +133,8 @@ class CellOutput:
             with self._guard:
                 self.page.capture("")
                 self._view.draw()
+                if self._comms is not None:
+                    self._comms.send_outputs(self.page)
             for copy in self._copies:
                 copy.draw()
 
@@ -195,6 +208,8 @@ class CellOutput:
             self._redraw_timer = None
             self._write_bars()
             self.draw()
+            if self._comms is not None:
+                self._comms.send_outputs(self.page, at_once=True)
 
     def _write_bars(self) -> None:
         """Update the text of widget bars that have changed, each in the cell that shows it."""
@@ -233,7 +248,7 @@ class CellOutput:
             content = message["content"]
         self._record(rank, message, capture is not None)
         view = self._view if capture is None or capture.view is None else capture.view
-        self.page.capture("" if view is self._view or capture is None else capture.model)
+        self.page.capture(capture.model if capture is not None and capture.by_page else "")
         model = (content.get("data") or {}).get(WIDGET, {}).get("model_id")
         if model is not None and self._comms is not None:
             self._show_widget(rank, model, self._comms)
@@ -306,8 +321,9 @@ class CellOutput:
                 cell.late(rank, message)
         else:
             comms.tell(model, self.page)
-            view = Plain(self.page, self.display.max_output_chars, changeable=False)
-            captures.append(_Capture(model, self, view))
+            page = OutputState(comms, model) if self.page.closed else self.page
+            view = Plain(page, self.display.max_output_chars, changeable=False)
+            captures.append(_Capture(model, self, view, by_page=not self.page.closed))
         self._note_in_tab(rank, model, True)
 
     def _note_in_tab(self, rank: int, model: str, on: bool) -> None:
@@ -320,7 +336,7 @@ class CellOutput:
         captures = self._captures.get(rank, [])
         for capture in captures[first:]:
             if capture.view is not None and capture.view.has_flood:
-                self.page.capture(capture.model)
+                self.page.capture(capture.model if capture.by_page else "")
                 capture.view.close({}, "")
             if capture.cell is not self and message is not None:
                 capture.cell.late(rank, message)
