@@ -357,7 +357,7 @@ class Lifecycle:
             try:
                 self.rebuild()
             except PartitionError as error:
-                if needs_group:
+                if needs_group or parts.ranks.busy:  # a cell would wait for ranks that still try to connect
                     raise
                 self._report_partition(str(error))
                 return
@@ -399,8 +399,9 @@ class Lifecycle:
     def _form(self, spec: GroupSpec, request: Request) -> None:
         """Bring the ranks into the group of `spec`.
 
-        A failure or interrupt before all ranks have left the old process group leaves the group unchanged. After that
-        point the group is the requested one, and the next cell completes missing steps.
+        A failure or interrupt before all ranks have left the old process group leaves the group unchanged, and so does
+        a partition of the hosts. After that point the group is the requested one, and the next cell completes missing
+        steps.
         """
         began = time.monotonic()
         deadline = began + self.options.timeout
@@ -412,15 +413,20 @@ class Lifecycle:
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.note_presses():
+                former = ranks.members, self.request, self.spec
                 going = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
                 parts.new_ranks.take(members)
                 parts.app.choose(request.app)
-                cluster.stop_engines_but([member.engine for member in members])
                 try:
                     manager.join(spec, self.options.collect, deadline)
+                except PartitionError:
+                    ranks.members, self._request, self.spec = former
+                    parts.app.choose(self._request.app)
+                    raise
                 except GroupError as error:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
+                cluster.stop_engines_but([member.engine for member in members])
                 if going is not None:
                     revival.go_on(ranks, manager, going)
                 parts.app.prepare(is_start=new)
