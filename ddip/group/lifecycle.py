@@ -43,7 +43,8 @@ This is the way from ``%makedip`` to ranks in a process group:
    ``DDIP_NATIVE`` or a failed self-test.
 
 4. Join. Ranks on one host meet in a file, and ranks on several hosts in a store that the first rank serves
-   (``meeting.py``). A host that a firewall keeps from it is named at once, since torch would retry for a long time.
+   (``meeting.py``). Before, the hosts try to reach each other (``network.py``): hosts that a firewall parts are named
+   in seconds, since torch would retry for a long time, and no rank is blamed for them.
    Each rank applies its `RankSpec` on its main thread, and calls ``init_process_group``. While gloo forms a group, it
    takes any process that connects for a rank, and waits in C++ for a rank that does not come. Therefore the ranks
    first meet in the store, then connect within a short timeout, and then fence their listening sockets
@@ -60,7 +61,8 @@ serve it, ``ddip-cluster`` runs ipyparallel's cluster code, which needs an event
 Invariants:
 
 - A start that fails or is interrupted ends all that it has started. A change that fails before the ranks have left
-  their former process group changes nothing; after that, the next cell completes it (`Lifecycle._form`).
+  their former process group, or for a partition of the hosts, changes nothing; otherwise, the next cell completes it
+  (`Lifecycle._form`).
 - Each process ends with its parent: the preload process and an engine by a signal of the Linux kernel (elsewhere, a
   thread of the engine watches), the controller when it notices that its parent has ended, and an agent when its stdin
   ends. The next start ends others, which ``owner.json`` in the run folder lists.
@@ -357,7 +359,7 @@ class Lifecycle:
             try:
                 self.rebuild()
             except PartitionError as error:
-                if needs_group:
+                if needs_group or parts.ranks.busy:  # a cell would wait for ranks that still try to connect
                     raise
                 self._report_partition(str(error))
                 return
@@ -399,8 +401,9 @@ class Lifecycle:
     def _form(self, spec: GroupSpec, request: Request) -> None:
         """Bring the ranks into the group of `spec`.
 
-        A failure or interrupt before all ranks have left the old process group leaves the group unchanged. After that
-        point the group is the requested one, and the next cell completes missing steps.
+        A failure or interrupt before all ranks have left the old process group leaves the group unchanged, and so does
+        a partition of the hosts. After that point the group is the requested one, and the next cell completes missing
+        steps.
         """
         began = time.monotonic()
         deadline = began + self.options.timeout
@@ -412,15 +415,20 @@ class Lifecycle:
             members = parts.engines.complete(spec, request.app, deadline)
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.note_presses():
+                former = ranks.members, self.request, self.spec
                 going = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
                 parts.new_ranks.take(members)
                 parts.app.choose(request.app)
-                cluster.stop_engines_but([member.engine for member in members])
                 try:
                     manager.join(spec, self.options.collect, deadline)
+                except PartitionError:
+                    ranks.members, self._request, self.spec = former
+                    parts.app.choose(self._request.app)
+                    raise
                 except GroupError as error:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
+                cluster.stop_engines_but([member.engine for member in members])
                 if going is not None:
                     revival.go_on(ranks, manager, going)
                 parts.app.prepare(is_start=new)

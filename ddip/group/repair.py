@@ -39,10 +39,12 @@ training continues:
    aborted collective (``aborted_tensors.py``).
 
 3. Check. A rank that still runs an abandoned cell is interrupted again, and kept if it ends (``Cells.settle``). A rank
-   without a working GPU keeps running until a repair, so that its CPU variables can be pulled.
+   without a working GPU keeps running until a repair, so that its CPU variables can be pulled. If the group cannot be
+   rebuilt because hosts cannot reach each other, steps 5 to 8 wait until they can, and cells run in the released group.
 
 4. Replace (`_Repair`). A rank that cannot run a collective or an empty cell counts as lost, too. If the error does not
-   show which rank is to blame, ``fitness.py`` tries each rank alone, and then groups with one new process. New engines
+   show which rank is to blame, ``fitness.py`` tries each rank alone, and then groups with one new process. If hosts
+   cannot reach each other, no rank is to blame, and nothing is replaced (`_Repair._ensure_connected`). New engines
    start before the old ones end, and the variables of ``--from`` are pickled before both: if one of these steps fails,
    nothing has changed. All ranks are tested again afterwards, since a fault may hide another one.
 

@@ -5,6 +5,7 @@ Two ranks add two numbers, which gives the same in any order, so that trainings 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -70,24 +71,55 @@ def test_a_partition_is_named_and_changes_nothing(
     assert sums_of_ranks(group) == [3.0, 3.0]
 
 
-def test_a_partition_while_the_group_is_rebuilt_costs_no_rank(
-    group: ddip.Group, hosts: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks of h2 then wait for a store that they cannot reach."""
+@contextlib.contextmanager
+def parted_while_forming(group: ddip.Group, hosts: Network, delay: float = 0) -> Iterator[None]:
+    """Part h1 from h2 `delay` seconds after the ranks begin to form a group.
+
+    Without a delay, the rank of h2 then waits for a store out of reach.
+    """
+    manager = group.lifecycle.parts.manager
+    form = manager._form_group
+    with contextlib.ExitStack() as until_end, pytest.MonkeyPatch.context() as patch:
+
+        def part_and_form(*args: Any) -> None:
+            parted = hosts["h1"].parted_from(hosts["h2"])
+            timer = threading.Timer(delay, until_end.enter_context, [parted])
+            timer.start()
+            if not delay:
+                timer.join()
+            form(*args)
+
+        patch.setattr(manager, "_form_group", part_and_form)
+        yield
+
+
+def test_a_partition_while_the_group_is_rebuilt_costs_no_rank(group: ddip.Group, hosts: Network) -> None:
     with pytest.raises(CellError, match="planted"):
         group.run(FAIL)
-    manager = group.lifecycle.parts.manager
-    form, parted = manager._form_group, hosts["h1"].parted_from(hosts["h2"])
-
-    def part_and_form(*args: Any) -> None:
-        parted.__enter__()
-        form(*args)
-
-    monkeypatch.setattr(manager, "_form_group", part_and_form)
-    group.run("z = rank")
-    monkeypatch.undo()
-    parted.__exit__(None, None, None)
+    with parted_while_forming(group, hosts):
+        group.run("z = rank")
     assert group.repair() == []
+
+
+def test_a_partition_while_gloo_connects_costs_no_rank(group: ddip.Group, hosts: Network) -> None:
+    """Rank 0 then gives up, and closes the store; rank 1 is not notified of that."""
+    group.run("""
+        import ddip.rank.process_group.setup as setup
+        wait = setup._Rendezvous._wait_for_all
+        def wait_longer(self): wait(self), time.sleep(4)
+        setup._Rendezvous._wait_for_all = wait_longer
+    """)
+    with pytest.raises(CellError, match="planted"):
+        group.run(FAIL)
+    with parted_while_forming(group, hosts, delay=2):
+        group.run("setup._Rendezvous._wait_for_all = wait")
+    assert group.repair() == []
+
+
+def test_a_partition_during_a_change_undoes_it(group: ddip.Group, hosts: Network) -> None:
+    with parted_while_forming(group, hosts), pytest.raises(PartitionError, match=f"the group is unchanged: {APART}"):
+        group.change(ddip.Request(n=2))
+    assert group.world_size == 2
 
 
 def test_a_stall_in_a_partition_names_the_hosts(

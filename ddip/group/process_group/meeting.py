@@ -67,12 +67,8 @@ class RendezvousFactory:
         """Raise PartitionError if `hosts` that are not lost do not reach each other for `PATIENCE_SECONDS`."""
         waited = 0.0 if self._partition is None else time.time() - self._partition.since
         seconds = max(BRIEF_SECONDS, PATIENCE_SECONDS - waited)
-        try:
-            partition = self.find_partition(
-                [host for host in hosts if not self._host_at(host).lost], seconds, NEEDED_SECONDS
-            )
-        except HostLost as error:
-            raise GroupError(str(error)) from None
+        present = [host for host in hosts if not self._host_at(host).lost]
+        partition = self.find_partition(present, seconds, NEEDED_SECONDS)
         if partition is not None:
             raise PartitionError(str(partition))
 
@@ -81,17 +77,23 @@ class RendezvousFactory:
     ) -> Partition | None:
         """Let `hosts` try for `seconds` to reach each other, and return which could not.
 
-        Raises HostLost if a host does not answer the notebook within `answer_seconds`, and GroupError.
+        Raises GroupError if a host does not answer the notebook within `answer_seconds`.
         """
         began, places = time.time(), tuple(hosts)
         gaps = []
         if len(places) > 1:
-            gaps = network.find_gaps(
-                [*map(self._host_at, places)], self._networks_between(places), seconds, answer_seconds
-            )
+            networks = self._networks_between(places)
+            try:
+                gaps = network.find_gaps([*map(self._host_at, places)], networks, seconds, answer_seconds)
+            except (RuntimeError, OSError) as error:
+                raise GroupError(str(error)) from None
         since = began if self._partition is None else self._partition.since
         self._partition = Partition(gaps, since) if gaps else None
         return self._partition
+
+    def forget_partition(self) -> None:
+        """Discard the last result: cells have used the group since."""
+        self._partition = None
 
     def prepare(self, number: int, ranks: Sequence[int]) -> Rendezvous:
         """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""

@@ -7,6 +7,7 @@ connections to others. Hosts that try each other show this, whatever their ranks
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -101,14 +102,16 @@ def find_gaps(
 ) -> list[Gap]:
     """Let each of `hosts` connect to all others for up to `seconds`, and return the pairs for which that failed.
 
-    Raises HostLost if a host does not answer the notebook within `answer_seconds`.
+    Raises HostLost if a host does not answer the notebook within `answer_seconds`, and RuntimeError or OSError if one
+    cannot open a port.
     """
     names = [f"{host.name or 'this machine'}, {own.address}" for host, own in zip(hosts, networks, strict=True)]
-    opened = [host.begin(on_host.open_port, own.address) for host, own in zip(hosts, networks, strict=True)]
-    ports = [wait_for(host, port, answer_seconds) for host, port in zip(hosts, opened, strict=True)]
-    targets = [(own.address, port) for own, port in zip(networks, ports, strict=True)]
+    opened: list[Future[int]] = []
     found: dict[int, Future[list[str]]] = {}
     try:
+        opened += (host.begin(on_host.open_port, own.address) for host, own in zip(hosts, networks, strict=True))
+        ports = [wait_for(host, port, answer_seconds) for host, port in zip(hosts, opened, strict=True)]
+        targets = [(own.address, port) for own, port in zip(networks, ports, strict=True)]
         for number in sorted(
             range(len(hosts)), key=lambda number: not hosts[number].name
         ):  # this machine's call blocks
@@ -122,8 +125,13 @@ def find_gaps(
             gaps += [Gap(names[number], other, why) for other, why in zip(others, reasons, strict=True) if why]
         return gaps
     finally:
-        for host, port in zip(hosts, ports, strict=True):
-            host.begin(on_host.release_port, port)
+        for host, port in zip(hosts, opened, strict=False):
+            port.add_done_callback(functools.partial(_release_port, host))  # also of a late answer
+
+
+def _release_port(host: Host, port: Future[int]) -> None:
+    if port.exception() is None:
+        host.begin(on_host.release_port, port.result())
 
 
 def _is_usable(address: str) -> bool:

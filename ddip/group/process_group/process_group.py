@@ -18,7 +18,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddip.cluster.processes.host import HostLost
 from ddip.errors import GroupError
 from ddip.group.members import host_facts
 from ddip.group.members.placement import GroupSpec
@@ -87,7 +86,7 @@ class ProcessGroupManager:
     def describe_partition(self) -> str:
         """Return which hosts of the group cannot reach each other now, after a brief look; empty if all can."""
         hosts = tuple(dict.fromkeys(member.binding.host for member in self._ranks.members))
-        with contextlib.suppress(HostLost, GroupError):
+        with contextlib.suppress(GroupError):
             return str(self._meetings.find_partition(hosts) or "")
         return ""
 
@@ -284,6 +283,8 @@ class ProcessGroupManager:
             )
             if self.healthy:
                 self._adopt_group()
+        if self.healthy:
+            self._meetings.forget_partition()
 
     def _adopt_group(self) -> None:
         """Adopt the group that a cell has formed in place of ours, and hold another port, as it may use ours."""

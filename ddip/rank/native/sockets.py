@@ -148,6 +148,11 @@ def own_connections(ports: Collection[int]) -> list[Ends]:
     return [ends for ends in pairs if ends in reversed_ends and (ends[1] in ports or ends[3] in ports)]
 
 
+def connections_to(address: str, port: int) -> list[Ends]:
+    """Return both ends of each connection of this process to `port` at `address`."""
+    return [ends for ends in tcp_connections() if ends[2:] == (address, port)]
+
+
 def shut_down(connections: list[Ends], ports: Collection[int] = ()) -> int:
     """Shut down these `connections`, and those that were accepted at `ports`; return their number.
 

@@ -261,11 +261,14 @@ def _finish_release(store: str, connections: list[Ends] | None) -> None:
 def _shut_down_connections(connections: list[Ends]) -> None:
     """Shut down the connections between the ranks, after any aborts.
 
-    Some may belong to nccl, whose watchdog would take a broken connection for a failure.
+    Some may belong to nccl, whose watchdog would take a broken connection for a failure. The connection to the store is
+    not among `connections` if rank 0 has closed its end, which this rank does not notice in a partition.
     """
     c10d.wait_for_aborts(ABORT_FIRST_SECONDS)
     with descriptors.raise_limit(1):
-        sockets.shut_down([*connections, *sockets.own_connections(stores.served_ports())], setup.listening_ports())
+        own = sockets.own_connections(stores.served_ports())
+        to_store = sockets.connections_to(*stores.find_server(_store))
+        sockets.shut_down([*connections, *own, *to_store], setup.listening_ports())
 
 
 def leave_group() -> LostObjects:

@@ -79,17 +79,22 @@ def serve_store(address: str) -> int:
     return port
 
 
+def find_server(store: str) -> tuple[str, int]:
+    """Return address and port of the store ``tcp://address:port/number``; empty and 0 for a file."""
+    parts = urlsplit(store) if store.startswith("tcp:") else urlsplit("")
+    return parts.hostname or "", parts.port or 0
+
+
 def connect_store(store: str, rank: int, seconds: float) -> Any:
     """Return the store ``tcp://address:port/number`` for use by `rank`; rank 0 serves it already.
 
     Raises DistStoreError if the store cannot be reached within `seconds`, or the wait is aborted.
     """
-    parts = urlsplit(store)
-    assert parts.port is not None
+    address, port = find_server(store)
     if rank == 0:
-        return _servers.pop(parts.port)
+        return _servers.pop(port)
     timeout = timedelta(seconds=seconds)
-    connected = _torch.TCPStore(parts.hostname, parts.port, None, False, timeout, wait_for_workers=False)
+    connected = _torch.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     connected.set_timeout(TCP_TIMEOUT)
     return connected
 
