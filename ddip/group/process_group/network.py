@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import NEEDED_SECONDS, Host, HostLost, wait_for
@@ -105,25 +106,30 @@ def find_gaps(
     """
     names = [f"{host.name or 'this machine'}, {own.address}" for host, own in zip(hosts, networks, strict=True)]
     opened = [host.begin(on_host.open_port, own.address) for host, own in zip(hosts, networks, strict=True)]
-    ports = [wait_for(host, port, answer_seconds) for host, port in zip(hosts, opened, strict=True)]
-    targets = [(own.address, port) for own, port in zip(networks, ports, strict=True)]
-    found: dict[int, Future[list[str]]] = {}
     try:
+        ports = [wait_for(host, port, answer_seconds) for host, port in zip(hosts, opened, strict=True)]
+        targets = [(own.address, port) for own, port in zip(networks, ports, strict=True)]
+        found: dict[int, Future[list[str]]] = {}
         for number in sorted(
             range(len(hosts)), key=lambda number: not hosts[number].name
         ):  # this machine's call blocks
-            found[number] = hosts[number].begin(
-                on_host.try_connections, [*targets[:number], *targets[number + 1 :]], seconds
-            )
+            others = [*targets[:number], *targets[number + 1 :]]
+            found[number] = hosts[number].begin(on_host.try_connections, others, seconds)
         gaps = []
         for number, host in enumerate(hosts):
             reasons: list[str] = wait_for(host, found[number], answer_seconds)
-            others = [*names[:number], *names[number + 1 :]]
-            gaps += [Gap(names[number], other, why) for other, why in zip(others, reasons, strict=True) if why]
+            other_names = [*names[:number], *names[number + 1 :]]
+            gaps += [Gap(names[number], other, why) for other, why in zip(other_names, reasons, strict=True) if why]
         return gaps
     finally:
-        for host, port in zip(hosts, ports, strict=True):
-            host.begin(on_host.release_port, port)
+        for host, port in zip(hosts, opened, strict=True):
+            port.add_done_callback(partial(_release_port, host))
+
+
+def _release_port(host: Host, opened: Future[int]) -> None:
+    """Release a port that `host` has opened, perhaps only after others have stopped waiting for it."""
+    if opened.exception() is None:
+        host.begin(on_host.release_port, opened.result())
 
 
 def _is_usable(address: str) -> bool:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ddip.cluster.processes.host import HostLost
 from ddip.errors import GroupError
 from ddip.group.members import host_facts
 from ddip.group.members.placement import GroupSpec
@@ -87,7 +86,7 @@ class ProcessGroupManager:
     def describe_partition(self) -> str:
         """Return which hosts of the group cannot reach each other now, after a brief look; empty if all can."""
         hosts = tuple(dict.fromkeys(member.binding.host for member in self._ranks.members))
-        with contextlib.suppress(HostLost, GroupError):
+        with contextlib.suppress(RuntimeError, OSError):  # the caller reports something else
             return str(self._meetings.find_partition(hosts) or "")
         return ""
 
