@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from ddip.cluster.processes import on_host
-from ddip.cluster.processes.host import LocalHost
+from ddip.cluster.processes.host import HostLost, LocalHost
+from ddip.group.process_group import network
 from ddip.group.process_group.connections import between_ranks, has_unknown_connection
+from ddip.group.process_group.network import Network
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import RemoteCall
@@ -135,3 +138,37 @@ def test_no_rank_can_read_a_broken_store(tmp_path: Path) -> None:
             store.open()
         assert caught.value.errno == errno.ELOOP
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+class _OtherHost(LocalHost):
+    """A host that answers with errors as another machine does, or not at all."""
+
+    name = "h2"
+    answers = True
+
+    def begin(self, function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        if self.answers:
+            try:
+                answer.set_result(function(*args))
+            except Exception as error:
+                answer.set_exception(RuntimeError(str(error)))
+        return answer
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_address_is_a_gap(lost: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "_held_ports", {})
+    hosts, addresses = [LocalHost(Path()), _OtherHost(Path())], ["127.0.0.1", "127.0.0.1"]
+    addresses[lost] = on_host.ELSEWHERE
+    (gap,) = network.find_gaps(hosts, [Network(address, "eth0") for address in addresses], 0.1)
+    assert gap.target.endswith(on_host.ELSEWHERE) and gap.why == on_host.NO_ADDRESS
+    assert not on_host._held_ports
+
+
+def test_a_host_that_does_not_answer_leaves_no_open_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "_held_ports", {})
+    monkeypatch.setattr(_OtherHost, "answers", False)
+    with pytest.raises(HostLost):
+        network.find_gaps([LocalHost(Path()), _OtherHost(Path())], [Network("127.0.0.1", "lo")] * 2, 0.1, 0.1)
+    assert not on_host._held_ports

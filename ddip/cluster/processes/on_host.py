@@ -7,6 +7,7 @@ So arguments and results must fit into JSON.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import platform
@@ -37,6 +38,8 @@ TRY_SECONDS = 1.0
 """Time limit of one attempt to connect to another host, since the kernel repeats it only after 1 s, 3 s and 7 s."""
 PAUSE_SECONDS = 0.1
 """Pause between two such attempts."""
+NO_ADDRESS = "that host has lost the address"
+"""Error of a connection to a host that could not open a port."""
 ELSEWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737), so that its route is the default route."""
 
@@ -284,6 +287,8 @@ def try_connections(targets: Sequence[tuple[str, int]], seconds: float) -> list[
 
 
 def _try_connection(address: str, port: int, seconds: float) -> str:
+    if not port:
+        return NO_ADDRESS
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -322,9 +327,17 @@ def hold_port(former: int = 0) -> int:
 
 
 def open_port(address: str) -> int:
-    """Listen at a free port of `address`, until `release_port`, for connections that `try_connections` tries."""
+    """Listen at a free port of `address`, until `release_port`, for connections that `try_connections` tries.
+
+    Returns 0 if this host has lost the address.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=MOST_TRIES)
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=MOST_TRIES)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return 0
     number = int(listener.getsockname()[1])
     _held_ports[number] = listener.detach()
     return number

@@ -7,7 +7,6 @@ connections to others. Hosts that try each other show this, whatever their ranks
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -115,18 +114,17 @@ def find_gaps(
         for number in sorted(
             range(len(hosts)), key=lambda number: not hosts[number].name
         ):  # this machine's call blocks
-            found[number] = hosts[number].begin(
-                on_host.try_connections, [*targets[:number], *targets[number + 1 :]], seconds
-            )
+            others = [*targets[:number], *targets[number + 1 :]]
+            found[number] = hosts[number].begin(on_host.try_connections, others, seconds)
         gaps = []
         for number, host in enumerate(hosts):
             reasons: list[str] = wait_for(host, found[number], answer_seconds)
-            others = [*names[:number], *names[number + 1 :]]
-            gaps += [Gap(names[number], other, why) for other, why in zip(others, reasons, strict=True) if why]
+            other_names = [*names[:number], *names[number + 1 :]]
+            gaps += [Gap(names[number], other, why) for other, why in zip(other_names, reasons, strict=True) if why]
         return gaps
     finally:
         for host, port in zip(hosts, opened, strict=False):
-            port.add_done_callback(functools.partial(_release_port, host))  # also of a late answer
+            port.add_done_callback(partial(_release_port, host))  # also of a late answer
 
 
 def _release_port(host: Host, port: Future[int]) -> None:

@@ -86,7 +86,7 @@ class ProcessGroupManager:
     def describe_partition(self) -> str:
         """Return which hosts of the group cannot reach each other now, after a brief look; empty if all can."""
         hosts = tuple(dict.fromkeys(member.binding.host for member in self._ranks.members))
-        with contextlib.suppress(GroupError):
+        with contextlib.suppress(RuntimeError, OSError):  # the caller reports something else
             return str(self._meetings.find_partition(hosts) or "")
         return ""
 
