@@ -129,18 +129,24 @@ class Cells:
             raise GroupError(f"{problem}:\n{places}\n{way_out(stuck)}")
 
     def settle(self) -> list[int]:
-        """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck."""
+        """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck.
+
+        The stop button ends the wait.
+        """
         if self.stuck:
-            if unfinished_ranks(self._abandoned):
-                self._manager.release(unfinished_ranks(self._abandoned) if self._active else None)
-            under_way: dict[int, Any] = {rank: given.request for rank, given in self._ranks.abandoned.items()}
-            under_way |= {rank: self._abandoned[rank] for rank in unfinished_ranks(self._abandoned)}
-            self._ranks.interrupt({rank: under_way[rank].msg_id for rank in self.stuck})
-            ending = StopProgress(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
-            while True:
-                concurrent.futures.wait([under_way[rank] for rank in self.stuck], timeout=LOOK_SECONDS)
-                if not ending.find_moving(self.stuck):
-                    break
+            with stopping.note_presses(
+                "the wait for ranks that do not stop was interrupted; nothing has run"
+            ) as button:
+                if unfinished_ranks(self._abandoned):
+                    self._manager.release(unfinished_ranks(self._abandoned) if self._active else None)
+                under_way: dict[int, Any] = {rank: given.request for rank, given in self._ranks.abandoned.items()}
+                under_way |= {rank: self._abandoned[rank] for rank in unfinished_ranks(self._abandoned)}
+                self._ranks.interrupt({rank: under_way[rank].msg_id for rank in self.stuck})
+                ending = StopProgress(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
+                while not button.pressed:
+                    button.wait_for([under_way[rank] for rank in self.stuck], LOOK_SECONDS)
+                    if not ending.find_moving(self.stuck):
+                        break
         return self.stuck
 
     def _abort_collectives_of(self, cell: Cell) -> None:

@@ -89,6 +89,8 @@ class Findings:
     """True if a rank has more objects than are compared."""
     first_cell: bool = False
     """True if no good cell was recorded, so that only counters, optimizers and generators were compared."""
+    by_design: list[str] = field(default_factory=list)
+    """Variables with values that differ, and that count as intended."""
 
 
 def variable_of(path: str) -> str:
@@ -165,7 +167,9 @@ class Differences:
         found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
         if broken or others:
             described = self._ask_all(on_rank.describe_paths([*broken, *others][:MOST_PATHS]))
-            found.differences, found.hashes = _describe_differences(described, broken, others, after_fault)
+            found.differences, found.hashes, found.by_design = _describe_differences(
+                described, broken, others, after_fault
+            )
             found.hashes += broken[MOST_PATHS:]
             found.more = max(0, len(broken) - MOST_PATHS)
         differing = {difference.path for difference in found.differences}
@@ -217,7 +221,8 @@ class Differences:
             if lack:
                 todo = f"run the cell that defines it, or %dipsync {name}"
                 rows.append(CheckRow(name, f"missing on {ranks_text(lack)}", todo))
-        return CheckTable(rows, max(answer["objects"] for answer in answers), size)
+        by_design = [name for name in found.by_design if not names or name in names]
+        return CheckTable(rows, max(answer["objects"] for answer in answers), size, by_design)
 
     def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
         """Copy differing values from rank `source` to the others: in `names`, or all that are known to differ.
@@ -303,12 +308,13 @@ def _was_equal(now: Sequence[Row], before: Sequence[Row]) -> bool:
 
 def _describe_differences(
     described: Sequence[Mapping[int, Described]], broken: Sequence[int], others: Mapping[int, Kind], after_fault: bool
-) -> tuple[list[Difference], list[int]]:
-    """Return the differences at these paths that are worth reporting, and the hashes of their paths.
+) -> tuple[list[Difference], list[int], list[str]]:
+    """Return the differences at these paths that are worth reporting, the hashes of their paths, and other variables.
 
-    After a fault, differences by design are left out; a check keeps them if they belong to a model or its training.
+    The others are variables whose differences are not worth reporting. After a fault, these are all differences by
+    design; a check reports those of a model or its training.
     """
-    found, hashes = [], []
+    found, hashes, by_design = [], [], dict[str, None]()
     for number in [*broken, *others]:
         found_on = {rank: rows[number] for rank, rows in enumerate(described) if number in rows}
         if not found_on:
@@ -327,11 +333,13 @@ def _describe_differences(
             is_trained = others[number] in ("unknown", "settled") and first["is_trained"]
             is_evidence = is_evidence or (others[number] == "settled" and counts)
             if not is_shared or not (is_evidence or is_trained or of_training):
+                if not first["owner"].startswith("<"):
+                    by_design[variable_of(first["owner"])] = None
                 continue
         role, sharded = first["role"], first["sharded"]
         found.append(Difference(first["path"], first["owner"], first["part"], values, counts, role, sharded))
         hashes.append(number)
-    return found, hashes
+    return found, hashes, list(by_design)
 
 
 def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import NEEDED_SECONDS, Host, HostLost, wait_for

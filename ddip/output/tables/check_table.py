@@ -12,6 +12,10 @@ from ddip.output.tables.tables import align_rows, html_table
 HEAD = ("object", "what was found", "what to do")
 
 
+MOST_NAMES = 5
+"""Most variables to name in one line."""
+
+
 @dataclass(frozen=True)
 class CheckRow:
     """One object, what was found, and what to do about it."""
@@ -29,11 +33,26 @@ class CheckTable:
     objects: int
     """Number of variables and random generators that were compared."""
     size: int
+    by_design: Sequence[str] = ()
+    """Variables that differ as they did after good cells, which counts as intended."""
 
     @property
     def summary(self) -> str:
-        """The line that is shown if nothing was found."""
-        return f"{self.objects} objects equal on {self.size} ranks"
+        """The line that is shown if nothing was found.
+
+        >>> CheckTable([], 12, 2).summary
+        '12 objects equal on 2 ranks'
+        >>> CheckTable([], 12, 2, ["loss"]).summary
+        '12 objects compared on 2 ranks; equal, except loss, where cells that ended well had left different values'
+        """
+        objects = f"{self.objects} object{'s' * (self.objects != 1)}"
+        if not self.by_design:
+            return f"{objects} equal on {self.size} ranks"
+        more = f" and {len(self.by_design) - MOST_NAMES} more" if len(self.by_design) > MOST_NAMES else ""
+        return (
+            f"{objects} compared on {self.size} ranks; equal, except {', '.join(self.by_design[:MOST_NAMES])}{more}, "
+            "where cells that ended well had left different values"
+        )
 
     def __str__(self) -> str:
         if not self.rows:
