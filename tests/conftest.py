@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ import pytest
 from .cluster import meanwhile
 
 HERE = Path(__file__).parent
+TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
+NO_FULLY_SHARD = re.compile("(cannot import name|has no attribute) 'fully_shard'")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,12 +49,31 @@ def the_stop_button_works() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    """End a test's background actions when it ends."""
-    try:
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """Skip a test whose fixtures use ``fully_shard``, if torch has none."""
+    with _skipped_without_fully_shard():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """End a test's background actions when it ends; skip it if it uses ``fully_shard`` and torch has none."""
+    try:
+        with _skipped_without_fully_shard():
+            yield
     finally:
         meanwhile.end_all()
+
+
+@contextlib.contextmanager
+def _skipped_without_fully_shard() -> Iterator[None]:
+    """Turn the error of a cell that finds no ``fully_shard`` into a skip; before torch 2.6 it was a private name."""
+    try:
+        yield
+    except Exception as error:
+        if TORCH < (2, 6) and NO_FULLY_SHARD.search(str(error)):
+            pytest.skip("needs torch.distributed.fsdp.fully_shard, which torch has since 2.6")
+        raise
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
