@@ -17,7 +17,9 @@ from .cluster import meanwhile
 
 HERE = Path(__file__).parent
 TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
-NO_FULLY_SHARD = re.compile("(cannot import name|has no attribute) 'fully_shard'")
+PUBLIC_SINCE = {"fully_shard": "2.6", "DTensor": "2.5", "Shard": "2.5", "init_sync": "2.5"}
+"""Names of torch that the tests use, and the first version in which they are public."""
+MISSING = re.compile(f"(?:import name|no attribute|keyword argument) '({'|'.join(PUBLIC_SINCE)})'")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,29 +52,30 @@ def the_stop_button_works() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, None, None]:
-    """Skip a test whose fixtures use ``fully_shard``, if torch has none."""
-    with _skipped_without_fully_shard():
+    """Skip a test whose fixtures use a name that torch lacks."""
+    with _skipped_on_old_torch():
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, None, None]:
-    """End a test's background actions when it ends; skip it if it uses ``fully_shard`` and torch has none."""
+    """End a test's background actions when it ends; skip it if it uses a name that torch lacks."""
     try:
-        with _skipped_without_fully_shard():
+        with _skipped_on_old_torch():
             yield
     finally:
         meanwhile.end_all()
 
 
 @contextlib.contextmanager
-def _skipped_without_fully_shard() -> Iterator[None]:
-    """Turn the error of a cell that finds no ``fully_shard`` into a skip; before torch 2.6 it was a private name."""
+def _skipped_on_old_torch() -> Iterator[None]:
+    """Turn an error about a name that torch before 2.6 lacks into a skip, also if a cell raised it."""
     try:
         yield
     except Exception as error:
-        if TORCH < (2, 6) and NO_FULLY_SHARD.search(str(error)):
-            pytest.skip("needs torch.distributed.fsdp.fully_shard, which torch has since 2.6")
+        lacking = MISSING.search(str(error)) if TORCH < (2, 6) else None
+        if lacking:
+            pytest.skip(f"needs {lacking[1]}, which torch has since {PUBLIC_SINCE[lacking[1]]}")
         raise
 
 
