@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,10 @@ import pytest
 from .cluster import meanwhile
 
 HERE = Path(__file__).parent
+TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
+PUBLIC_SINCE = {"fully_shard": "2.6", "DTensor": "2.5", "Shard": "2.5", "init_sync": "2.5"}
+"""Names of torch that the tests use, and the first version in which they are public."""
+MISSING = re.compile(f"(?:import name|no attribute|keyword argument) '({'|'.join(PUBLIC_SINCE)})'")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,12 +51,32 @@ def the_stop_button_works() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    """End a test's background actions when it ends."""
-    try:
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """Skip a test whose fixtures use a name that torch lacks."""
+    with _skipped_on_old_torch():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """End a test's background actions when it ends; skip it if it uses a name that torch lacks."""
+    try:
+        with _skipped_on_old_torch():
+            yield
     finally:
         meanwhile.end_all()
+
+
+@contextlib.contextmanager
+def _skipped_on_old_torch() -> Iterator[None]:
+    """Turn an error about a name that torch before 2.6 lacks into a skip, also if a cell raised it."""
+    try:
+        yield
+    except Exception as error:
+        lacking = MISSING.search(str(error)) if TORCH < (2, 6) else None
+        if lacking:
+            pytest.skip(f"needs {lacking[1]}, which torch has since {PUBLIC_SINCE[lacking[1]]}")
+        raise
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

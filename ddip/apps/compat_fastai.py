@@ -28,4 +28,4 @@ FASTAI = Names(
         "fastai.torch_core.num_distrib",
     ),
 )
-FASTCORE = Names("fastcore", "2.2", core=("fastcore.xtras.save_config_file",))
+FASTCORE = Names("fastcore", "2.2", core=("fastcore.xtras.save_config_file or fastcore.foundation.save_config_file",))

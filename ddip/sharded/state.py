@@ -15,6 +15,7 @@ import math
 import pickle
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddip.sharded import contents
 from ddip.sharded.contents import Units
@@ -44,6 +44,9 @@ from ddip.sharded.copies import (
 )
 from ddip.sharded.layout import Layout, fill_part
 
+with warnings.catch_warnings(record=True):  # torch 2.4 warns of TorchScript as soon as this is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 __all__ = ["DistState", "dist_state"]
 
 NO_GROUP = "dist_state: there is no process group here; it is for cells that run on the ranks (%%dip)"
@@ -60,10 +63,10 @@ SECOND = (
     "dist_state: {other}, which is saved as {name!r}; give each model a name: dist_state(model, name='teacher'), or "
     "name={name!r} to continue from that one"
 )
-FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2)"
+FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2, torch 2.6 or newer)"
 ZERO = (
     "dist_state: ZeroRedundancyOptimizer shards its own state; call its consolidate_state_dict() and keep its "
-    "state_dict() on rank 0, or use fully_shard (FSDP2), whose optimizer is sharded with the model"
+    "state_dict() on rank 0, or use fully_shard (FSDP2, torch 2.6 or newer), whose optimizer is sharded with the model"
 )
 OTHER = "dist_state: the model or its optimizer differs from the saved one: {names}"
 OTHERS = (

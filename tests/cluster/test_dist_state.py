@@ -15,10 +15,9 @@ from .meanwhile import meanwhile, press_stop
 from .variants import few
 
 CODE = """
-import ddip, torch, torch.distributed as dist
+import ddip, torch, torch.distributed as dist, torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 def network():
@@ -27,6 +26,8 @@ def network():
     return model
 
 def plain(): return network()
+
+def fully_shard(module, **options): return torch.distributed.fsdp.fully_shard(module, **options)
 
 def fsdp():
     model = network()

@@ -17,7 +17,7 @@ CODE = """
 import ddip, os, random, signal, sys, torch, torch.distributed as dist
 import ddip.sharded.state
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DistributedSampler
 
@@ -48,7 +48,7 @@ class Partial(Net):
 
 def local_of(value): return value.to_local() if hasattr(value, "to_local") else value
 def replicas(): torch.manual_seed(0); return DDP(Net())
-def sharded(): torch.manual_seed(0); return fully_shard(Net())
+def sharded(): torch.manual_seed(0); return fsdp.fully_shard(Net())
 def ensemble(): torch.manual_seed(rank); return Net()
 def stages(): torch.manual_seed(0); return Net(4 + 2 * rank)
 def partial(): torch.manual_seed(0); return Partial()

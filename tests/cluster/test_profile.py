@@ -13,6 +13,7 @@ import pytest
 import ddip
 from ddip.output.tables.profile_report import PARTS, Profile
 from ddip.protocol.location import StackLocation
+from ddip.rank.process_group import flight_recorder
 
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
@@ -61,7 +62,10 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     assert profile.ranks[1].waiting < 0.1
     slowest = profile.slowest_collective
     assert slowest is not None and slowest.waiting > 0.05 and slowest.last == 1 and slowest.group == "the default group"
-    assert ("all_reduce", ((9,),), "float32") in {(each.op, each.shapes, each.dtype) for each in profile.collectives}
+    if flight_recorder.is_there():
+        assert ("all_reduce", ((9,),), "float32") in {
+            (each.op, each.shapes, each.dtype) for each in profile.collectives
+        }
     shown = capsys.readouterr()
     slowest_text = r"slowest: rank 1; rank 0 waited \d\.\d+ s for it, while it was idle, \d\.\d+ s more than rank 0"
     assert re.search(slowest_text, shown.out), shown.out
@@ -158,10 +162,13 @@ def test_a_profiler_in_a_thread_stops_only_the_recording(cells: ddip.Group, tmp_
         import threading, torch
         seen = []
         def profiled():
-            with torch.profiler.profile() as mine: torch.ones(8) * 2
-            seen.extend(event.name for event in mine.events())
+            try:
+                with torch.profiler.profile() as mine: torch.ones(8) * 2
+                seen.extend(event.name for event in mine.events())
+            except RuntimeError as error:  # torch 2.4 to 2.11, also without ddip: one profiler per process
+                seen.append(str(error))
         thread = threading.Thread(target=profiled); thread.start(); thread.join()
-        assert "aten::mul" in seen
+        assert "aten::mul" in seen or "Can't disable Kineto profiler when it's not running" in seen
         """,
         profile=str(tmp_path / "out"),
     )

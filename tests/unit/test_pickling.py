@@ -83,6 +83,7 @@ def marked_tensor() -> torch.Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("times", [1, LARGE])
+@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch 2.4 and 2.5, in pickle.loads
 def test_a_tensor_arrives_as_if_torch_had_pickled_it(tensor: torch.Tensor, times: int) -> None:
     value = tensor if times == 1 or tensor.layout is not torch.strided else torch.stack([tensor.detach()] * times)
     here, theirs = round_trip(value), pickle.loads(pickle.dumps(value))

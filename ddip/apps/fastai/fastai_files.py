@@ -129,7 +129,8 @@ def apply_patches() -> None:
 
         return once_per_host(f"tokens of {args[2]}", lambda: tokenize(*args, **kwargs), load_tokenized)
 
-    patches.set_attribute(xtras, "save_config_file", _save_atomically(xtras.save_config_file))
+    home = sys.modules[xtras.save_config_file.__module__]  # fastcore 1 defines and uses it in fastcore.foundation
+    patches.set_attribute(home, "save_config_file", _save_atomically(xtras.save_config_file))
     patches.set_attribute(FastDownload, "get", get_once)
     patches.set_attribute(torch.hub, "download_url_to_file", download_once)
     patches.set_attribute(core, "_tokenize_files", tokenize_once)

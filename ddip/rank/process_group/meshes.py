@@ -39,5 +39,9 @@ def disable_meshes() -> int:
             names = getattr(mesh, "_dim_group_names", None)
             if names is not None:
                 mesh._dim_group_names = [LOST.format(name=name) for name in names]
+            infos = getattr(mesh, "_dim_group_infos", None)  # torch before 2.8: tag, ranks and name of each group
+            if infos is not None:
+                lost = [(LOST.format(name=name), ranks) for _, ranks, name in infos]
+                mesh._dim_group_infos = [(name, ranks, name) for name, ranks in lost]
             count += 1
     return count
