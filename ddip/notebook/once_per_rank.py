@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 
 from IPython.core.inputtransformer2 import TransformerManager
@@ -56,7 +57,8 @@ def find_effects(cell: str) -> Iterator[tuple[str, str]]:
     []
     """
     try:
-        tree = ast.parse(TransformerManager().transform_cell(cell))
+        with warnings.catch_warnings(action="ignore"):  # the ranks show them
+            tree = ast.parse(TransformerManager().transform_cell(cell))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # no Python, or too much of it for the parser
         return
     for call in _find_calls(tree):
@@ -71,7 +73,7 @@ def find_effects(cell: str) -> Iterator[tuple[str, str]]:
                 ast.Call(func=ast.Name("open"), args=[_, *modes])
                 | ast.Call(func=ast.Attribute(attr="open"), args=modes)
             ):
-                modes += [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
+                modes = [*modes, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
                 text = ast.unparse(call)
                 if any(map(_is_mode_to_write, modes)) and not RANK.search(text):
                     yield "file", text

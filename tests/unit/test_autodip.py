@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ddip.notebook.autodip import LOCAL_MAGICS, Autodip
 from ddip.notebook.both_sides import BOTH_SIDES
 from ddip.notebook.first_lines import TRANSFORMERS
+from ddip.notebook.once_per_rank import find_effects
 
 MINE = [
     "x = 1",
@@ -130,6 +131,18 @@ def test_the_page_names_magics_that_the_code_knows() -> None:
         re.findall(r"`%+(\w+)", row) for row in rows if row.startswith(("| begins with `%pip`", "| begins with `%%"))
     ]
     assert len(local) == 2 and {name for names in local for name in names} < {*LOCAL_MAGICS}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["get_ipython().system(command)", "get_ipython().showtraceback()", "get_ipython().run_cell('1', True)", r"'\d'"],
+)
+def test_other_calls_of_ipython_have_no_note(cell: str, recwarn: pytest.WarningsRecorder) -> None:
+    assert not [*find_effects(cell)] and not recwarn.list
+
+
+def test_a_note_about_a_file_shows_the_call_unchanged() -> None:
+    assert [*find_effects("path.open(mode='w')")] == [("file", "path.open(mode='w')")]
 
 
 def test_autodip_on_twice_equals_autodip_on_once(shell: InteractiveShell) -> None:
