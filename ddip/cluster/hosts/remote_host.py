@@ -31,6 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_", "HF_", "CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED")
 """Variables of the notebook's environment, or their prefixes, that ranks on other hosts also get."""
+SHELL_LINE = f"{ssh.SHELL_MARKER}\n".encode()
 NOISE_LINES, NOISE_BYTES = 12, 4096
 LOOK_SECONDS = 1.0
 """Interval between checks of the connection."""
@@ -54,6 +55,8 @@ class RemoteHost:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self.shell_has_run = False
+        """True once the host's shell has got as far as ddip's command, if ssh is the way there."""
         self._agent_runs = False
         """True once the agent has written its MARKER; earlier, a line of the host's shell could read messages."""
         self._guard = Guard(f"a message of the agent on {name} could not be used", pause_seconds=PAUSE_SECONDS)
@@ -78,7 +81,7 @@ class RemoteHost:
         self._process.stdin.close()
         self._process.stdout.close()
         self._relay = Relay(self._to_agent.send_frame, f"ddip-relay-{name}")
-        self._link = links.Watch(lambda: on_host.ports_of(self.pid), relayed)
+        self._link = self._watch_link(relayed=False)
         self.children = Children(self._send, lambda pid: None)  # only the agent can kill them
         self._begin: agent.Begin = {
             "notebook": preload_client.notebook_name(),
@@ -111,11 +114,6 @@ class RemoteHost:
     def exit_code(self) -> int | None:
         """Exit code of the local process; None while it runs."""
         return self._process.poll()
-
-    @property
-    def shell_has_run(self) -> bool:
-        """True if the host's shell has got as far as ddip's command."""
-        return self._agent_runs or f"{ssh.SHELL_MARKER}\n".encode() in self._before
 
     @property
     def said(self) -> str:
@@ -198,6 +196,8 @@ class RemoteHost:
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             if self._skip_noise():
+                if self._begin["relayed"]:
+                    self._link = self._watch_link(relayed=True)  # an agent that does not run yet sends no beats
                 self._send(begin=self._begin)
                 self._agent_runs = True
                 while True:
@@ -221,6 +221,9 @@ class RemoteHost:
         self._fail_pending()
         self.children.end_all(f"{self.name} is lost: {self.lost}")
 
+    def _watch_link(self, *, relayed: bool) -> links.Watch:
+        return links.Watch(lambda: on_host.ports_of(self.pid), relayed)
+
     def _watch(self) -> None:
         """Send a beat every so often, and drop the host once its kernel acknowledges nothing any more."""
         last_beat = 0.0
@@ -242,6 +245,7 @@ class RemoteHost:
             if not byte:
                 return False
             self._before += byte
+            self.shell_has_run = self.shell_has_run or self._before.endswith(SHELL_LINE)
             del self._before[:-NOISE_BYTES]
         self._before.clear()
         return True
