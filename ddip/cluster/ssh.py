@@ -47,7 +47,9 @@ def agent_command(host: str, python: str, setup: str) -> list[str]:
 def has_proxy(host: str) -> bool:
     """Return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand."""
     try:
-        done = subprocess.run(["ssh", "-G", "--", host], capture_output=True, text=True, timeout=ASK_SECONDS)
+        done = subprocess.run(
+            ["ssh", "-G", "--", host], capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return any(line.startswith(("proxyjump ", "proxycommand ")) for line in done.stdout.splitlines())
