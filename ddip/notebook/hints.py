@@ -20,6 +20,7 @@ from ddip.errors import CellError, DdipError, LocalCellFailed, RankError, ranks_
 from ddip.notebook.completion import ANSWER_SECONDS, MagicCompleter
 from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify, notify_late
+from ddip.output.terminal_text import strip_escapes
 from ddip.protocol.start_methods import NOT_FORKED
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 MAGIC = re.compile(r"%%dip(?:[ \t]([^\n]*))?\n")
 WORKER_ENDED = re.compile(r"DataLoader worker .*exited unexpectedly")
 UNKNOWN = re.compile(r"name '(\w+)' is not defined")
+COMMANDS = "pip|conda|mamba|uv|ls|pwd|cd|cat|mkdir|rm|cp|mv"
+"""Magics that people type without the % where IPython adds it."""
+COMMAND = re.compile(rf"name '({COMMANDS})' is not defined|^[ \d>-]*\b({COMMANDS}) [\w.~/-]", re.MULTILINE)
+"""Matches a NameError's message, or a line of a SyntaxError's traceback, in a cell with such a magic."""
 UNPICKLED = re.compile(r"popen_(forkserver|spawn_posix)\.py")
 """Files of Python that pickle the work of a process that is not forked, as they appear in tracebacks."""
 USUAL = {
@@ -168,6 +173,7 @@ class Hints:
         if any(_lacks_names_of_cells(problem) for problem in error.by_rank.values()):
             sentences.append(NOT_FORKED)
         sentences += self._module_hints(error)
+        sentences += self._magic_hints(error)
         error.args = ("; ".join([error.args[0], *sentences]), *error.args[1:])
 
     def _module_hints(self, error: CellError) -> list[str]:
@@ -178,6 +184,16 @@ class Hints:
         from ddip.group.objects import modules
 
         return [*filter(None, [modules.suggest_push(text, group.ranks)])]
+
+    def _magic_hints(self, error: CellError) -> list[str]:
+        """Return a hint if the cell has a magic without its %, as in ``pip install x``."""
+        for problem in error.by_rank.values():
+            text = {"NameError": problem.message, "SyntaxError": problem.traceback}.get(problem.name, "")
+            found = COMMAND.search(strip_escapes(text))
+            name = found and (found[1] or found[2])
+            if name and name not in self._shell.user_ns and self._shell.find_line_magic(name) is not None:
+                return [f"type %{name}, with the %: only cells that run in the notebook may lack it"]
+        return []
 
     def _name_hints(self, error: CellError) -> list[str]:
         unknown: dict[str, list[int]] = {}

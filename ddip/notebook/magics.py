@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 PLACES = ("remote", "local", "everywhere")
+AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 
 
 @magics_class
@@ -36,6 +37,8 @@ class DipMagics(Traits):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._last_request = placement.Request()
+        self._has_turned_autodip_off = False
+        """True if the last group had %autodip on when -k ended it."""
         self.autodipper = Autodip(shell, lambda: self.local_magics)
         self.hints = Hints(shell, lambda: self.group, self.autodipper)
         self._once_per_rank = OncePerRank()
@@ -138,7 +141,8 @@ class DipMagics(Traits):
             was_on = self.autodipper.state != "off"
             self.end_group()
             what = f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group"
-            self.confirm_done(f"{what}; %autodip is off: cells run in the notebook" if was_on else what)
+            self.confirm_done(f"{what}; {AUTODIP_OFF}" if was_on else what)
+            self._has_turned_autodip_off = was_on
             return
         elif arguments.asks_for_a_group(args) or not (args.info or sets):
             self._start_or_change(args)
@@ -191,6 +195,9 @@ class DipMagics(Traits):
             print("ddip: all former ranks had ended, so the new ones have none of their variables")
         for notice in self.group.notices:
             print(f"ddip: {notice}")
+        if self._has_turned_autodip_off and self.autodipper.state == "off":
+            print(f"ddip: {AUTODIP_OFF}; %autodip on runs them on the ranks")
+        self._has_turned_autodip_off = False
         if self.group.cluster.spawned:
             self._print_verbose(f"the ranks were spawned, not forked: {self.group.cluster.spawned}")
 

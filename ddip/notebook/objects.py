@@ -147,9 +147,8 @@ class ObjectMagics(Magics):
             what = "type as after a variable, and another name for each, such as x as y"
             raise BadInput(f"%dipull {line.strip()}: {what}")
         assert ranks is not None
-        with self._show_transfer(
-            group, lambda size: f"pulled {', '.join(names)}{size} from {ranks_text(ranks)}"
-        ) as progress:
+        pulled = ", ".join(f"{name} as {renames[name]}" if name in renames else name for name in names)
+        with self._show_transfer(group, lambda size: f"pulled {pulled}{size} from {ranks_text(ranks)}") as progress:
             try:
                 if seconds is None:
                     values, moved = group.pull_all(names, ranks, progress)

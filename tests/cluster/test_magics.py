@@ -506,7 +506,9 @@ def test_a_new_group_starts_after_all_ranks_have_ended(bare_notebook: Notebook) 
     assert "all former ranks had ended, so the new ones have none of their variables" in started
     bare_notebook.ok("%autodip on")
     bare_notebook.ok("assert world_size == 2 and 'lost' not in globals()")
-    assert bare_notebook.ok("%makedip -k").stdout == "ddip: ended 2 ranks; %autodip is off: cells run in the notebook\n"
+    off = "%autodip is off: cells run in the notebook"
+    assert bare_notebook.ok("%makedip -k").stdout == f"ddip: ended 2 ranks; {off}\n"
+    assert f"ddip: {off}; %autodip on runs them on the ranks\n" in bare_notebook.ok("%makedip -n 1").stdout
 
 
 @pytest.mark.grid

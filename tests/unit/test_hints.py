@@ -55,6 +55,28 @@ def test_a_variable_named_like_a_module_is_pushed(shell: InteractiveShell, group
     assert hint_for(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
 
 
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (RankError("NameError", "name 'ls' is not defined", ""), "; type %ls, with the %: "),
+        (
+            RankError("SyntaxError", "invalid syntax", "Cell In[1], line 1\n    pip install x\n        ^"),
+            "; type %pip, ",
+        ),
+        (RankError("SyntaxError", "invalid syntax", "Cell In[1], line 1\n    for x\n        ^"), ""),
+    ],
+)
+def test_a_magic_without_its_percent_sign_gets_a_hint(
+    shell: InteractiveShell, group: ScriptedGroup, error: RankError, hint: str
+) -> None:
+    found = CellError({0: error})
+    before = str(found)
+    hints = Hints(shell, lambda: group, Autodip(shell))
+    hints.explain(found)
+    hints.close()
+    assert str(found).removeprefix(before).startswith(hint) and (hint or str(found) == before)
+
+
 def test_an_unknown_name_gets_no_hint(shell: InteractiveShell, group: ScriptedGroup) -> None:
     assert hint_for(shell, group, [0, 1, 2]) == ""
 
