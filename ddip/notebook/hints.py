@@ -233,9 +233,9 @@ class Hints:
 
 
 def _is_of_a_magic(error: BaseException) -> bool:
-    """Return whether a magic has raised `error`, so that the user's code has no frame to debug."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name in ("run_line_magic", "run_cell_magic") for frame, _ in frames)
+    """Return whether a magic of ddip has raised `error`, so that the user's code has no frame to debug."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((name for name in modules if name.startswith("ddip.")), "").startswith("ddip.notebook.")
 
 
 def _set_last_error(error: BaseException) -> None:
