@@ -18,8 +18,12 @@ ASK_SECONDS = 5.0
 SHELL_MARKER = "#ddip shell"
 """Line that the host's shell prints when it has come to ddip's command."""
 NOT_RUN = (
-    "its login shell did not run ddip's command; look in its ~/.bashrc and ~/.profile for a line that waits for input, "
-    "starts another shell or exits, and in its sshd_config for ForceCommand"
+    "its login shell did not run ddip's command; look in its ~/.bashrc and ~/.profile for a line that exits or starts "
+    "another program, and in its sshd_config for ForceCommand"
+)
+NOT_BEGUN = (
+    "ddip's command has not begun there; ssh may still be connecting, or a line of its ~/.bashrc or ~/.profile waits for "
+    "input or starts another shell: try `ssh {host} true < /dev/null` in a terminal"
 )
 DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, another host takes its place"
 

@@ -15,8 +15,8 @@ SHELL = ("system", "sx", "!")
 """Magics that run a shell command, without their ``%``."""
 WRAPPERS = ("time", "capture")
 """Magics whose line or cell is searched, too."""
-WRITES = frozenset("wax+")
-"""Letters in the mode of a file that is created or changed."""
+MODE_TO_WRITE = re.compile(r"[wax][bt+]{0,2}|r[bt]?\+[bt]?")
+"""Modes in which ``open`` creates or changes a file."""
 RANK = re.compile(r"rank|main_process|is_master", re.IGNORECASE)
 """Names by which code gives each rank another command or file on purpose."""
 CONDITIONAL = (
@@ -100,5 +100,4 @@ def _find_calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _is_mode_to_write(node: ast.expr) -> bool:
-    mode = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-    return bool(WRITES.intersection(mode)) and WRITES.union("rbt").issuperset(mode)
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and bool(MODE_TO_WRITE.fullmatch(node.value))

@@ -83,7 +83,7 @@ class Agent:
         self._marks: dict[int, int] = {}
         """Size of each log in bytes when the last cell was sent."""
         begin: Begin = json.loads(near.recv_bytes())["begin"]
-        self._watch = links.Watch(_ssh_ports, begin["relayed"])
+        self._watch = links.Watch(_ssh_ports, begin.get("relayed", False))
         os.environ.update(begin["variables"])
         os.environ["JPY_SESSION_NAME"] = begin["notebook"]
         ownership.clear_up_orphans()

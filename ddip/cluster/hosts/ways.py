@@ -60,7 +60,8 @@ class Ssh(Way):
         """Explain why the agent of `host` did not start, or has not started yet, from the output of ssh."""
         if not host.shell_has_run and host.exit_code != SSH_FAILED:
             last = host.said.rpartition("\n")[2]
-            return f"{host.name}: {ssh.NOT_RUN}" + (f" (its last output: {last!r})" if last else "")
+            why = ssh.NOT_BEGUN.format(host=host.name) if host.exit_code is None else ssh.NOT_RUN
+            return f"{host.name}: {why}" + (f" (its last output: {last!r})" if last else "")
         return _explain_output(host, self._reach.python, self._reach.setup)
 
 
