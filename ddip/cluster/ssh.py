@@ -22,8 +22,8 @@ NOT_RUN = (
     "another program, and in its sshd_config for ForceCommand"
 )
 NOT_BEGUN = (
-    "ddip's command has not begun there; ssh may still be connecting, or a line of its ~/.bashrc or ~/.profile waits for "
-    "input or starts another shell: try `ssh {host} true < /dev/null` in a terminal"
+    "ddip's command has not begun there; ssh may still be connecting, or a line of its ~/.bashrc or ~/.profile waits "
+    "for input or starts another shell: try `ssh {host} true < /dev/null` in a terminal"
 )
 DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, another host takes its place"
 
