@@ -2,9 +2,9 @@
 
     python -m tests.hosts.network run -- python -m tests.hosts.fault_table [--rows ROW,ROW] [--actions ACTION,ACTION]
 
-Each cell of the table starts a group with a rank on h1 and one on h2, and the fault hits h2 during the action. Below the
-outcome of the action, a cell says how the group is afterwards, once the fault is over: `works` (a cell with a collective),
-`repaired` (after a repair of the ranks of h2), or the error. A rank of h1 that was replaced is a broken promise.
+Each cell of the table starts a group with a rank on h1 and one on h2, and the fault hits h2 during the action. The cell
+shows the outcome of the action; then, once the fault is over, whether a cell with a collective works, after a repair if
+that is needed; then the end. A replaced rank of h1 (LOST), a HANG, or anything LEFT on a host is a broken promise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .test_faults import pid_of
 
 BEGIN = "import os, time, torch, torch.distributed as dist\nx = torch.ones(2)\ndist.all_reduce(x)\n"
 BEGIN += "big = os.urandom(24 << 20)"
-AFTER = "dist.all_reduce(torch.ones(1))"
+AFTER = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))"
 DELAY = Path("/tmp/ddip-latency")
 """File with the delay of each byte to h2 by ssh, for ``slow_link.py``."""
 FAULT_SECONDS, STOP_SECONDS, HANG_SECONDS, CLEAN_SECONDS = 0.3, 1.5, 60, 30
@@ -171,7 +171,8 @@ def run_action(hosts: Network, fault: str, action: str) -> str:
         attempt(lambda: group.run("if rank == 1: os._exit(1)"), HANG_SECONDS)
     with contextlib.ExitStack() as faults:
         begin = threading.Timer(
-            0 if fault in FROM_THE_BEGINNING else FAULT_SECONDS, lambda: faults.enter_context(FAULTS[fault](hosts))
+            0 if fault in FROM_THE_BEGINNING else 2 if action == "start" else FAULT_SECONDS,
+            lambda: faults.enter_context(FAULTS[fault](hosts)),
         )
         begin.start()
         if fault in FROM_THE_BEGINNING:
