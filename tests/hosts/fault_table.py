@@ -31,6 +31,8 @@ from .test_faults import pid_of
 BEGIN = "import os, time, torch, torch.distributed as dist\nx = torch.ones(2)\ndist.all_reduce(x)\n"
 BEGIN += "big = os.urandom(24 << 20)"
 AFTER = "import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))"
+STOPPED_SECONDS = 15
+"""Most time that a stop may take: a host without power is noticed after 12 s."""
 DELAY = Path("/tmp/ddip-latency")
 """File with the delay of each byte to h2 by ssh, for ``slow_link.py``."""
 FAULT_SECONDS, STOP_SECONDS, HANG_SECONDS, CLEAN_SECONDS = 0.3, 1.5, 60, 30
@@ -118,7 +120,8 @@ def attempt(do: Callable[[], object], stop_after: float) -> tuple[str, object]:
     try:
         result, text = do(), "ok"
     except (ddip.DdipError, KeyboardInterrupt) as error:
-        text = f"{type(error).__name__}" + (": HANG" if time.monotonic() - began > HANG_SECONDS else "")
+        seconds = time.monotonic() - began
+        text = type(error).__name__ + (": HANG" if seconds > stop_after + STOPPED_SECONDS else "")
         print(f"  {error}", file=sys.stderr)
     timer.cancel()
     return f"{text} {time.monotonic() - began:.1f} s", result
@@ -154,6 +157,13 @@ def leftovers(hosts: Network, before: Collection[object]) -> list[str]:
     return found
 
 
+def start_fault(faults: contextlib.ExitStack, hosts: Network, fault: str, action: str) -> None:
+    """Begin the fault; a fault that hits a start begins once h2 runs its agent."""
+    if action == "start" and fault not in FROM_THE_BEGINNING:
+        wait_for(lambda: any("ddip.cluster.hosts.agent" in line for _, line in hosts["h2"].processes()), "the agent")
+    faults.enter_context(FAULTS[fault](hosts))
+
+
 def run_action(hosts: Network, fault: str, action: str) -> str:
     """Run `action` on a new group during `fault`; return the text of the table's cell."""
     hosts.restore_hosts()
@@ -161,6 +171,7 @@ def run_action(hosts: Network, fault: str, action: str) -> str:
     proxy = [sys.executable, str(Path(__file__).with_name("slow_link.py")), "%h", "%p", str(DELAY)]
     text = f"Host h2\n    ProxyCommand {shlex.join(proxy)}\n" if fault == "latency 100 ms" else ""
     hosts["nb"].path("~/.ssh/config").write_text(text)
+    hosts["h2"].run(["mkdir", "-p", "/run/mount"])  # mount(8) creates it
     before = hosts.contents()
     group, pid = None, 0
     if action != "start":
@@ -170,10 +181,7 @@ def run_action(hosts: Network, fault: str, action: str) -> str:
     if action == "repair":
         attempt(lambda: group.run("if rank == 1: os._exit(1)"), HANG_SECONDS)
     with contextlib.ExitStack() as faults:
-        begin = threading.Timer(
-            0 if fault in FROM_THE_BEGINNING else 2 if action == "start" else FAULT_SECONDS,
-            lambda: faults.enter_context(FAULTS[fault](hosts)),
-        )
+        begin = threading.Timer(FAULT_SECONDS, lambda: start_fault(faults, hosts, fault, action))
         begin.start()
         if fault in FROM_THE_BEGINNING:
             begin.join()
@@ -199,10 +207,8 @@ def main() -> None:
     print("| fault |", " | ".join(actions), "|\n|---|" + "---|" * len(actions), flush=True)
     hosts = Network()
     for fault in rows:
-        print(f"| {fault} ", end="", flush=True)
-        for action in actions:
-            print(f"| {run_action(hosts, fault, action)} ", end="", flush=True)
-        print("|", flush=True)
+        cells = [run_action(hosts, fault, action) for action in actions]
+        print("\n|", " | ".join([fault, *cells]), "|", flush=True)
     hosts.restore_hosts()
     hosts.close()
 
