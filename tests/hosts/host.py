@@ -194,6 +194,33 @@ class Host:
         finally:
             self.run(["nft", f"delete table inet parted-from-{other.name}"])
 
+    @contextlib.contextmanager
+    def slowed_to(self, rate: str) -> Iterator[None]:
+        """Limit both directions of its link to `rate` (tc syntax) during the block, with a queue of 0.4 s."""
+        shape = ["root", "tbf", "rate", rate, "burst", "32k", "latency", "400ms"]
+        ends = ([*SWITCH, "tc"], f"{self.name}-eth0"), (self.command(["tc"]), "eth0")
+        for tc, link in ends:
+            subprocess.run([*tc, "qdisc", "add", "dev", link, *shape], check=True)
+        try:
+            yield
+        finally:
+            for tc, link in ends if self.is_up() else ():
+                subprocess.run([*tc, "qdisc", "del", "dev", link, "root"], check=True)
+
+    @contextlib.contextmanager
+    def losing(self, percent: int) -> Iterator[None]:
+        """Drop `percent` of the packets that it receives and sends during the block."""
+        chains = (
+            f"chain {hook} {{ type filter hook {hook} priority 0; numgen random mod 100 < {percent} drop; }};"
+            for hook in ("input", "output")
+        )
+        self.run(["nft", f"table inet loss {{ {' '.join(chains)} }}"])
+        try:
+            yield
+        finally:
+            if self.is_up():
+                self.run(["nft", "delete table inet loss"])
+
     # What it runs
 
     def command(self, arguments: Sequence[str], folder: str = first_process.HOME) -> list[str]:

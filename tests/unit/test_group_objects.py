@@ -11,7 +11,7 @@ import pytest
 from ddip.errors import BadInput, RequestInterrupted, TransferError
 from ddip.group.cells import comms
 from ddip.group.group import Group
-from ddip.group.objects import delivery, transfer
+from ddip.group.objects import delivery, part_size, transfer
 from ddip.output.area import CellOutputArea
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
@@ -56,8 +56,9 @@ def test_pushed_names_reach_all_ranks_and_can_be_pulled(new_group: NewGroup) -> 
 
 
 def test_large_objects_travel_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((part_size, "FIRST"), (part_size, "MOST"), (delivery, "MOST")):
+        monkeypatch.setattr(module, name, 100)
     for module in (transfer, delivery):
-        monkeypatch.setattr(module, "PART", 100)
         monkeypatch.setattr(module, "LARGE_BESIDE", 100)
     monkeypatch.setattr(delivery, "LARGE", 100)
     group = new_group(2)
@@ -76,7 +77,8 @@ def test_large_objects_travel_in_parts(new_group: NewGroup, monkeypatch: pytest.
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PART", 100)
+    for module, name in ((part_size, "FIRST"), (part_size, "MOST"), (delivery, "MOST")):
+        monkeypatch.setattr(module, name, 100)
     monkeypatch.setattr(delivery, "LARGE", 100)
     monkeypatch.setattr(delivery, "LARGE_BESIDE", 100)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddip.errors import BadInput, RequestFailed, RequestInterrupted, TransferError
+from ddip.group.objects import part_size
 from ddip.group.watching import peek
 from ddip.notebook import arguments
 from ddip.protocol import on_rank
@@ -39,8 +40,9 @@ def test_ranks_are_asked_once_and_answers_contain_small_objects(new_group: NewGr
 
 
 def test_unreadable_large_objects_come_in_parts(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peek, "PART", 100)
-    monkeypatch.setattr(peek, "LARGE", 100)
+    for name in ("FIRST", "MOST"):
+        monkeypatch.setattr(part_size, name, 100)
+    monkeypatch.setattr(peek, "FIRST", 100)
     group = new_group(2)
     group.push({"text": "x" * 1000, "n": 1})
     messages: list[float | None] = []

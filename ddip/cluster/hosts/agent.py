@@ -96,8 +96,6 @@ class Agent:
         first = [str(modules), os.getcwd(), *(folder for folder in begin["path"] if os.path.exists(folder))]
         sys.path[:] = [*first, *(entry for entry in sys.path if entry and entry not in first)]
         self._host = host.LocalHost(self.run_folder)
-        mark = {processes.MARKED: processes.MARK}
-        self._environment = host.process_environment(self.run_folder, preload_client.notebook_name(), mark)
         if preload_client.can_fork():
             preload_client.ensure_process()
 
@@ -150,7 +148,9 @@ class Agent:
         if not preload_client.can_fork():
             self.say(refused=number, why=f"{sys.platform} cannot fork; ranks on other hosts need Linux")
             return
-        request["env"] = {**self._environment, **request["env"]}
+        mark = {processes.MARKED: processes.MARK}  # read again, as IPython's folder may be read-only by now
+        common = host.process_environment(self.run_folder, preload_client.notebook_name(), mark)
+        request["env"] = {**common, **request["env"]}
         self._logs[number] = Path(self.run_folder, request["log"])
         child = self._children[number] = self._host.fork(**request)
         child.pid.add_done_callback(lambda done: self._report_fork(number, child))

@@ -50,6 +50,7 @@ class RemoteHost:
         self.lost = ""
         self.run_folder = Path()
         self.address = self.missing = ""
+        self._received = 0
         self._facts: Future[Facts] = Future()
         self._pending: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -100,6 +101,11 @@ class RemoteHost:
     def pid(self) -> int:
         """PID of the local process that connects to the host."""
         return self._process.pid
+
+    @property
+    def carried(self) -> int:
+        """Bytes that the connection to the agent has carried so far."""
+        return self._to_agent.sent + self._received
 
     @property
     def facts(self) -> Facts:
@@ -202,6 +208,7 @@ class RemoteHost:
                 self._agent_runs = True
                 while True:
                     message = self._from_agent.recv_bytes()
+                    self._received += len(message)
                     with self._guard:
                         self._link.heard()
                         if message[0] == FRAME:

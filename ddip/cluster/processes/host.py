@@ -37,6 +37,10 @@ class Host(Protocol):
     """Reason why the ranks cannot begin in the requested folder; empty if they can."""
 
     @property
+    def carried(self) -> int:
+        """Bytes that the connection to the host has carried so far; 0 for this machine."""
+
+    @property
     def run_folder(self) -> Path:
         """Folder on the host that only this user can enter."""
 
@@ -89,6 +93,7 @@ class LocalHost:
     """The machine that the notebook is on."""
 
     name = lost = missing = address = ""
+    carried = 0
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder

@@ -142,6 +142,8 @@ class Cells:
                 under_way: dict[int, Any] = {rank: given.request for rank, given in self._ranks.abandoned.items()}
                 under_way |= {rank: self._abandoned[rank] for rank in unfinished_ranks(self._abandoned)}
                 self._ranks.interrupt({rank: under_way[rank].msg_id for rank in self.stuck})
+                size = sum(given.size for given in self._ranks.abandoned.values())
+                self._ranks.wait_for_links({rank: under_way[rank] for rank in self.stuck}, button, size)
                 ending = StopProgress(self._ranks, self.stuck, asleep=ASLEEP_SECONDS)
                 while not button.pressed:
                     button.wait_for([under_way[rank] for rank in self.stuck], LOOK_SECONDS)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Cluster, Reply, Request
+from ddip.cluster.processes import on_host
 from ddip.errors import CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
 from ddip.group import stopping
 from ddip.group.members.members import Members
 from ddip.group.members.watch import StopProgress
-from ddip.output.tables.tables import places_text, way_out
+from ddip.output.area import notify, stop_name
+from ddip.output.tables.tables import places_text, size_text, way_out
 from ddip.protocol.on_rank import R, RemoteCall
 
 log = logging.getLogger("ddip")
@@ -27,6 +29,12 @@ ASK_SECONDS = 30.0
 """Time that ranks may take for a request that runs only ddip's code; their snapshots stop after 20 s."""
 STOP_SECONDS = 0.8
 """Time that ranks may take to end after collectives were aborted; a rank that takes longer is abandoned."""
+BEHIND_SECONDS = 0.5
+"""Time within which the agent of a host answers, unless the link to it is behind."""
+STILL_SECONDS = 4.0
+"""Time without any data after which a link stands still; longer than the interval of its beats."""
+LINK_SECONDS = 60.0
+"""Most time to wait for slow links."""
 Requests: TypeAlias = Mapping[int, Request]
 
 
@@ -37,6 +45,8 @@ class AbandonedRequest:
     request: Request
     doing: str
     """Description for messages."""
+    size: int = 0
+    """Bytes that the request and its answer carry, as far as is known."""
 
 
 class Ranks(Members):
@@ -56,9 +66,10 @@ class Ranks(Members):
         *,
         release: Callable[[], object] | None = None,
         stoppable: bool = True,
+        size: int = 0,
     ) -> list[R]:
         """Make `call` on the main thread of each of `ranks`; return the results in order. See `ask_each`."""
-        return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable)
+        return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable, size=size)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
         """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook."""
@@ -79,13 +90,15 @@ class Ranks(Members):
         release: Callable[[], object] | None = None,
         stoppable: bool = True,
         together: bool = True,
+        size: int = 0,
     ) -> list[R]:
         """Make one call per rank on the main threads, all of one function; return the results in order.
 
         The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait for ends the requests
         early: ranks are interrupted, and `release` aborts the collectives of those that wait in one. Ranks that do not
         stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to finish by themselves. If
-        they do not act `together`, a rank that fails ends nothing for the others.
+        they do not act `together`, a rank that fails ends nothing for the others. Calls and answers carry `size` bytes,
+        if that is many.
 
         Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
@@ -101,7 +114,7 @@ class Ranks(Members):
             unfinished = _unfinished_ranks(requests)  # read before the problems, as a rank may answer in between
             problems = self._errors_of(requests)
             if unfinished and stoppable:
-                self._stop_requests(requests, unfinished, doing, button, release)
+                self._stop_requests(requests, unfinished, doing, button, release, size)
             elif unfinished:
                 unfinished = self._wait_for_end(requests, unfinished, doing, button)
                 problems = self._errors_of(requests)
@@ -164,6 +177,7 @@ class Ranks(Members):
         doing: str,
         button: stopping.Button,
         release: Callable[[], object] | None,
+        size: int,
     ) -> None:
         """Interrupt `requests` and wait for them briefly; abandon those that do not end.
 
@@ -176,11 +190,17 @@ class Ranks(Members):
         if release is not None and _unfinished_ranks(requests):
             release()
         self._wait_after_stop(requests, button, STOP_SECONDS)
+        slow_hosts = self.wait_for_links(requests, button, size)
         if not pressed:  # no user is waiting for a stop, so a loaded machine gets the time that it needs
             self._wait_while_moving(requests, button)
-        stuck = self._abandon_requests(requests, doing)
+        stuck = self._abandon_requests(requests, doing, size)
         if pressed:
             button.take()
+            if stuck and slow_hosts:
+                rest = f"{_rest_text(size)} for {', '.join(slow_hosts)}; the next cell waits for that"
+                raise RequestInterrupted(
+                    f"{doing} was interrupted on {ranks_text(unfinished)}; a slow link still has {rest}"
+                )
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
 
     def _wait_for_end(
@@ -198,10 +218,10 @@ class Ranks(Members):
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
         return stuck
 
-    def _abandon_requests(self, requests: Requests, doing: str) -> list[int]:
+    def _abandon_requests(self, requests: Requests, doing: str, size: int = 0) -> list[int]:
         """Abandon the `requests` that are not done; return their ranks."""
         stuck = _unfinished_ranks(requests)
-        self.abandoned.update({rank: AbandonedRequest(requests[rank], doing) for rank in stuck})
+        self.abandoned.update({rank: AbandonedRequest(requests[rank], doing, size) for rank in stuck})
         return stuck
 
     def _wait_after_stop(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
@@ -211,6 +231,36 @@ class Ranks(Members):
             concurrent.futures.wait([r for r in requests.values() if not r.done()], timeout=0.05)
             if button is not None and button.pressed:
                 self._interrupt_again(requests, button)
+
+    def wait_for_links(self, requests: Requests, button: stopping.Button, size: int = 0) -> list[str]:
+        """Wait for data that delays the interrupt of `requests`, or the answers, on links to other hosts.
+
+        A link is behind as long as the host's agent, which shares it, does not answer at once. A press of the stop
+        button ends the wait, and so does a link that carries nothing. Returns the names of the hosts whose links are
+        still behind.
+        """
+        patience, notified = _LinkPatience(), False
+        while unfinished := _unfinished_ranks(requests):
+            hosts = {host.name: host for rank in unfinished if (host := self.host(rank)).name and not host.lost}
+            answers = {name: host.begin(on_host.count_cores) for name, host in hosts.items()}
+            button.wait_for(answers.values(), BEHIND_SECONDS)
+            behind = [name for name, answer in answers.items() if not answer.done()]
+            if not behind:
+                self._wait_after_stop(requests, button, STOP_SECONDS if notified else 0)
+                return []
+            if not notified:
+                notify(
+                    f"waiting until the slow link to {', '.join(behind)} has carried {_rest_text(size)}; "
+                    f"{stop_name()} ends the wait"
+                )
+                notified = True
+            while not (button.pressed or any(answers[name].done() for name in behind)):
+                button.wait_for([answers[name] for name in behind], stopping.LOOK_SECONDS)
+                if patience.is_over(sum(host.carried for host in hosts.values())):
+                    return behind
+            if button.pressed:
+                return behind
+        return []
 
     def _wait_while_moving(self, requests: Requests, button: stopping.Button) -> None:
         """Wait as long as ranks make progress towards the end of their `requests`."""
@@ -266,6 +316,25 @@ class Ranks(Members):
             r: entry for r, entry in self.abandoned.items() if not entry.request.done() and r not in ended
         }
         return {rank: entry.doing for rank, entry in sorted(self.abandoned.items())}
+
+
+class _LinkPatience:
+    """Decides how long to wait for links that are behind."""
+
+    def __init__(self) -> None:
+        self._carried, self._moved = -1, time.monotonic()
+        self._until = self._moved + LINK_SECONDS
+
+    def is_over(self, carried: int) -> bool:
+        """Return True if the links, which have `carried` so many bytes, stand still, or have been slow for too long."""
+        now = time.monotonic()
+        if carried != self._carried:
+            self._carried, self._moved = carried, now
+        return now > self._until or now > self._moved + STILL_SECONDS
+
+
+def _rest_text(size: int) -> str:
+    return f"the rest, up to {size_text(size)}," if size else "what is under way"
 
 
 def _unfinished_ranks(requests: Requests) -> list[int]:

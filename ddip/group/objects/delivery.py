@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ddip.cluster.processes.host import LocalHost
 from ddip.errors import RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
+from ddip.group.objects.part_size import MOST, PartSize
 from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
 from ddip.protocol import on_rank
@@ -29,15 +30,13 @@ from ddip.protocol.objects.shared import SharedBytes
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import Paths, Place, PushResult
 
-PART = 1 << 24
-"""Most bytes of an object to send in one message."""
 LARGE = 1 << 21
 """Most bytes, all objects together, to send in one message to each rank, which is quicker up to this size."""
 LARGE_BESIDE = 1 << 17
 """The same limit if all ranks are on the notebook's host, where large objects are written once. Such a rank also shares
 the objects of this size that it packs."""
 LARGE_ELSEWHERE = 1 << 20
-"""The same limit if several ranks on another host get the objects, as the network may be slow."""
+"""The same limit for the copies to all ranks on other hosts together, as the network may be slow."""
 Load: TypeAlias = "Mapping[str, Pickled]"
 """Objects that travel together, by name."""
 _numbers = itertools.count(1)
@@ -106,13 +105,15 @@ class _Delivery:
         self._rounds = bool(self._beside) + bool(self._elsewhere)
         """Number of times that all objects are sent or written, for the progress."""
         self._is_sent_to_each = False
+        self._part_size = PartSize()
 
     @property
     def _is_large(self) -> bool:
         """True if the objects are too large for one message to each rank."""
         if not self._elsewhere:
             return self._total_bytes > LARGE_BESIDE
-        return self._total_bytes > (LARGE_ELSEWHERE if any(len(on_host) > 1 for on_host in self._elsewhere) else LARGE)
+        copies = sum(map(len, self._elsewhere))
+        return self._total_bytes > LARGE or self._total_bytes * copies > LARGE_ELSEWHERE
 
     def put(self, push: int) -> dict[int, PushResult]:
         """Ask the ranks to put the objects into their namespaces; return the result of each rank."""
@@ -155,7 +156,7 @@ class _Delivery:
             try:
                 for number, load in enumerate(loads):
                     memory = written.enter_context(SharedBytes(self._ranks.cluster.run_folder))
-                    for part in self._iterate_parts(load):
+                    for part in self._iterate_parts(load, lambda: MOST):
                         self._raise_if_stopped()
                         memory.write(part)
                     paths[number] = memory.path, _room_of(load)
@@ -179,10 +180,11 @@ class _Delivery:
     def _send(self, ranks: Mapping[int, bool], number: int, load: Load) -> dict[int, str]:
         """Send a load in parts to each of `ranks`, to be shared on its host or not; return the shared paths."""
         answers: list[str] = []
-        for part in self._iterate_parts(load):
+        for part in self._iterate_parts(load, lambda: self._part_size.size):
             data = b"".join(part)
             calls = {rank: on_rank.append_part(number, data, not answers, share) for rank, share in ranks.items()}
-            answers = self._ranks.ask_each(calls)
+            with self._part_size.measure(len(data)):
+                answers = self._ranks.ask_each(calls, size=len(data) * len(calls))
         return dict(zip(ranks, answers, strict=True))
 
     def _attach_ranks(self, paths: Mapping[int, str], number: int, load: Load) -> list[int]:
@@ -191,8 +193,8 @@ class _Delivery:
         attached = dict(zip(calls, self._ranks.ask_each(calls), strict=True)) if calls else {}
         return [rank for rank in paths if not attached.get(rank)]
 
-    def _iterate_parts(self, load: Load) -> Iterator[list[memoryview]]:
-        """Yield the objects of a load in parts of equal size, and report progress before each part."""
+    def _iterate_parts(self, load: Load, most: Callable[[], int]) -> Iterator[list[memoryview]]:
+        """Yield the objects of a load in parts of `most()` bytes, and report progress before each part."""
         name = ""
 
         def iterate_pieces() -> Iterator[memoryview]:
@@ -200,7 +202,7 @@ class _Delivery:
             for name in load:
                 yield from load[name].pieces()
 
-        for part in shared.split_portions(iterate_pieces(), PART):
+        for part in shared.split_portions(iterate_pieces(), most):
             share = self._sent_bytes / (self._total_bytes * self._rounds)
             self._progress(f"ddip: pushing {name}, {size_text(self._packed[name].size)}", share)
             self._sent_bytes += sum(piece.nbytes for piece in part)

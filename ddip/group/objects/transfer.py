@@ -13,7 +13,8 @@ from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import delivery, modules
-from ddip.group.objects.delivery import LARGE_BESIDE, PART, reasons_text
+from ddip.group.objects.delivery import LARGE_BESIDE, reasons_text
+from ddip.group.objects.part_size import FIRST, PartSize
 from ddip.output.area import notify
 from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
@@ -139,11 +140,13 @@ def fetch_variables(
 def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
     beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
+    most = FIRST // (len(names) * max(1, len(of) - sum(beside.values())))
     calls = {
-        rank: on_rank.pack_variables(list(names), LARGE_BESIDE if is_near else PART, is_near, known)
+        rank: on_rank.pack_variables(list(names), LARGE_BESIDE if is_near else most, is_near, known)
         for rank, is_near in beside.items()
     }
     replies = ranks.ask_each(calls)
+    part_size = PartSize()
     sizes = [
         {name: pickling.room_of(parts) for name, parts in reply["sizes"] if name not in reply["values"]}
         for reply in replies
@@ -155,9 +158,11 @@ def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progres
             memory = read_shared(reply["paths"].get(name, ""), size)
             if memory is None:
                 memory = bytearray()
-                for begin, end in _part_bounds(size):
+                while (begin := len(memory)) < size:
                     progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / total)
-                    memory += ranks.ask([rank], on_rank.pull_part(name, begin, end))[0]
+                    end = min(size, begin + part_size.size)
+                    with part_size.measure(end - begin):
+                        memory += ranks.ask([rank], on_rank.pull_part(name, begin, end), size=end - begin)[0]
             memories[name] = memory
             done += size
         values = {name: Pickled.of(memories[name], parts) for name, parts in reply["sizes"]}
@@ -176,11 +181,6 @@ def read_shared(path: str, size: int) -> bytearray | mmap.mmap | None:
     if found is None or len(found) != size:
         return None
     return bytearray(found) if size <= shared.COPIED else found
-
-
-def _part_bounds(size: int) -> list[tuple[int, int]]:
-    """Return begin and end of each part of an object of `size` bytes."""
-    return [(begin, min(size, begin + PART)) for begin in range(0, size, PART)]
 
 
 def pull_values(

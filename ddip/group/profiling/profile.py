@@ -11,6 +11,7 @@ from pathlib import Path
 from ddip.cluster.processes.host import LocalHost
 from ddip.errors import BadInput, RequestFailed, RequestInterrupted
 from ddip.group.members.ranks import Ranks
+from ddip.group.objects.part_size import PartSize
 from ddip.group.profiling import stragglers, traces
 from ddip.output.area import CellOutputArea, notify
 from ddip.output.tables.profile_report import Profile
@@ -23,8 +24,6 @@ TRACE = "rank_{}.pt.trace.json.gz"
 """File name that TensorBoard expects. Holistic Trace Analysis takes any ``*.json`` or ``*.gz`` file for a rank's."""
 MERGED = "all_ranks.perfetto-trace"
 PINGS = 8
-PART = 1 << 24
-"""Most bytes of a trace to send in one message."""
 
 
 def folder_for(typed: str) -> Path:
@@ -137,8 +136,12 @@ class Profiling:
     def _fetch_trace(self, rank: int, size: int) -> None:
         """Fetch the trace of a rank on another host, `size` bytes, and write it to the folder."""
         with self._trace_path(rank).open("wb") as file:
-            for begin in range(0, size, PART):
-                file.write(self._ranks.ask([rank], on_rank.trace_part(begin, min(size, begin + PART)))[0])
+            part_size, begin = PartSize(), 0
+            while begin < size:
+                end = min(size, begin + part_size.size)
+                with part_size.measure(end - begin):
+                    file.write(self._ranks.ask([rank], on_rank.trace_part(begin, end), size=end - begin)[0])
+                begin = end
         self._ranks.ask([rank], on_rank.trace_part(0, 0))
 
     def _clock_offsets(self, ranks: Sequence[int]) -> dict[int, int]:

@@ -20,7 +20,7 @@ from ddip.errors import CellError, RequestFailed, RequestInterrupted, TransferEr
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import transfer
-from ddip.group.objects.delivery import LARGE
+from ddip.group.objects.part_size import FIRST, PartSize
 from ddip.group.objects.transfer import Fetched, Transferred
 from ddip.output.area import notify
 from ddip.output.progress import Report
@@ -37,8 +37,6 @@ SECONDS = 5.0
 WHERE_SECONDS = 1.0
 """Time that a rank that was too slow may take to report its location."""
 INSIDE = "inside {inside} meanwhile: a tensor that it writes to may be half-written"
-PART = 1 << 22
-"""Most bytes to send in one message; other answers wait behind it."""
 _numbers = itertools.count(1)
 
 
@@ -73,7 +71,8 @@ class _Peek:
         self._progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(self._names)}")
         self._pending.update(of)
         known = transfer.known_names()
-        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, LARGE, known)))
+        most = FIRST // (len(self._names) * len(of))
+        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, most, known)))
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
                 self._pending.discard(rank)
@@ -167,9 +166,10 @@ class _Peek:
 
     def _fetch_parts(self, rank: int, name: str, size: int) -> bytearray:
         """Fetch a pickled object of `size` bytes from a rank, one part at a time."""
-        memory = bytearray()
-        while len(memory) < size:
-            self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", len(memory) / size)
-            call = on_rank.part_of_peek(self._number, name, len(memory), min(size, len(memory) + PART))
-            memory += self._ask_ranks({rank: call})[rank]
+        memory, part_size = bytearray(), PartSize()
+        while (begin := len(memory)) < size:
+            self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", begin / size)
+            end = min(size, begin + part_size.size)
+            with part_size.measure(end - begin):
+                memory += self._ask_ranks({rank: on_rank.part_of_peek(self._number, name, begin, end)})[rank]
         return memory

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,13 +17,14 @@ COPIED = 1 << 21
 """Bytes up to which a reader copies the data instead of keeping a mapping: mappings per process are limited."""
 
 
-def split_portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
+def split_portions(pieces: Iterable[memoryview], size: int | Callable[[], int]) -> Iterator[list[memoryview]]:
     """Yield the bytes of `pieces` in portions of at most `size` bytes and `MOST_PIECES` buffers.
 
-    Only the last portion is below both limits.
+    Only the last portion is below both limits. A function `size` is called before each portion.
     """
     portion: list[memoryview] = []
-    room = size
+    limit = size if callable(size) else lambda: size
+    room = limit()
     for piece in pieces:
         left = piece
         while left:
@@ -32,7 +33,7 @@ def split_portions(pieces: Iterable[memoryview], size: int) -> Iterator[list[mem
             left = left[len(portion[-1]) :]
             if not room or len(portion) == MOST_PIECES:
                 yield portion
-                portion, room = [], size
+                portion, room = [], limit()
     if portion:
         yield portion
 
