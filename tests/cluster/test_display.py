@@ -600,7 +600,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     notebook.ok("""
         from ddip.group.objects import delivery, transfer
         from ddip.notebook import objects
-        transfer.LARGE_BESIDE = transfer.PART = delivery.PART = delivery.LARGE = delivery.LARGE_BESIDE = 1000
+        transfer.LARGE_BESIDE = delivery.MOST = delivery.LARGE = delivery.LARGE_BESIDE = 1000
         objects.QUIET_SECONDS = -1
     """)
     shown = notebook.ok("big = bytes(10_000)\n%dipush big")
@@ -613,7 +613,7 @@ def test_starting_and_long_transfers_have_bars(notebook: Notebook) -> None:
     assert notebook.ok("%dipper g\n_ = g.push({'big': big})").messages == []  # it takes no messages of another cell
     notebook.ok("""
         assert big == bytes(10_000) + b'1'
-        transfer.PART = delivery.PART = 1 << 24
+        delivery.MOST = 1 << 24
         transfer.LARGE_BESIDE = delivery.LARGE_BESIDE = 1 << 17
         delivery.LARGE = 1 << 21
         objects.QUIET_SECONDS = 0.5

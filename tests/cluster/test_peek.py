@@ -353,7 +353,7 @@ def test_large_objects_arrive_completely_and_leave_nothing(
 ) -> None:
     if way == "parts":
         monkeypatch.setattr(transfer, "read_shared", lambda path, size: None)
-        monkeypatch.setattr("ddip.group.watching.peek.PART", LARGE // 3)
+        monkeypatch.setattr("ddip.group.objects.part_size.MOST", LARGE // 3)
     before = sorted(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else []
     code = f"import numpy, torch; large = numpy.arange({LARGE}) + rank; tensor = torch.arange({LARGE}) - rank\nwait()"
     with running_cell(cells, tmp_path, code):

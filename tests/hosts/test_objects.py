@@ -20,7 +20,6 @@ import ddip
 from ddip.cluster.processes import on_host
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError, RequestFailed, RequestInterrupted, TransferError
-from ddip.group.objects import delivery
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
@@ -84,7 +83,8 @@ def test_a_large_push_crosses_the_network_once_per_host(group: ddip.Group) -> No
 
 
 def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PART", MIB)
+    monkeypatch.setattr(part_size, "FIRST", MIB)
+    monkeypatch.setattr(part_size, "MOST", MIB)
     group.push({"large": 1})
     host, pid, parts = group.ranks.host(2), group.members[2].pid, []
 
@@ -101,7 +101,8 @@ def test_a_rank_dying_during_a_push_leaves_nothing_behind(group: ddip.Group, mon
 
 
 def test_a_stop_in_the_middle_changes_nothing(group: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "PART", MIB)
+    monkeypatch.setattr(part_size, "FIRST", MIB)
+    monkeypatch.setattr(part_size, "MOST", MIB)
     group.push({"large": 1})
     parts = []
 

@@ -90,7 +90,7 @@ class Findings:
     first_cell: bool = False
     """True if no good cell was recorded, so that only counters, optimizers and generators were compared."""
     by_design: list[str] = field(default_factory=list)
-    """Variables with values that differ, and that count as intended."""
+    """Paths, up to an index, of values that differ, and that count as intended."""
 
 
 def variable_of(path: str) -> str:
@@ -221,7 +221,7 @@ class Differences:
             if lack:
                 todo = f"run the cell that defines it, or %dipsync {name}"
                 rows.append(CheckRow(name, f"missing on {ranks_text(lack)}", todo))
-        by_design = [name for name in found.by_design if not names or name in names]
+        by_design = [path for path in found.by_design if not names or variable_of(path) in names]
         return CheckTable(rows, max(answer["objects"] for answer in answers), size, by_design)
 
     def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
@@ -309,10 +309,10 @@ def _was_equal(now: Sequence[Row], before: Sequence[Row]) -> bool:
 def _describe_differences(
     described: Sequence[Mapping[int, Described]], broken: Sequence[int], others: Mapping[int, Kind], after_fault: bool
 ) -> tuple[list[Difference], list[int], list[str]]:
-    """Return the differences at these paths that are worth reporting, the hashes of their paths, and other variables.
+    """Return the differences at these paths that are worth reporting, the hashes of their paths, and the other paths.
 
-    The others are variables whose differences are not worth reporting. After a fault, these are all differences by
-    design; a check reports those of a model or its training.
+    The others differ in a way that is not worth reporting. After a fault, these are all differences by design; a check
+    reports those of a model or its training.
     """
     found, hashes, by_design = [], [], dict[str, None]()
     for number in [*broken, *others]:
@@ -334,7 +334,7 @@ def _describe_differences(
             is_evidence = is_evidence or (others[number] == "settled" and counts)
             if not is_shared or not (is_evidence or is_trained or of_training):
                 if not first["owner"].startswith("<"):
-                    by_design[variable_of(first["owner"])] = None
+                    by_design[first["path"].partition("[")[0]] = None
                 continue
         role, sharded = first["role"], first["sharded"]
         found.append(Difference(first["path"], first["owner"], first["part"], values, counts, role, sharded))

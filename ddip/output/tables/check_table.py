@@ -34,7 +34,7 @@ class CheckTable:
     """Number of variables and random generators that were compared."""
     size: int
     by_design: Sequence[str] = ()
-    """Variables that differ as they did after good cells, which counts as intended."""
+    """Paths of values that differ as they did after good cells, which counts as intended."""
 
     @property
     def summary(self) -> str:
