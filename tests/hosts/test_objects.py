@@ -20,6 +20,7 @@ import ddip
 from ddip.cluster.processes import on_host
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError, RequestFailed, RequestInterrupted, TransferError
+from ddip.group.objects import part_size
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
