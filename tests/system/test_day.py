@@ -149,7 +149,8 @@ def test_a_day_of_one_user_shows_no_false_alarm(lab: Lab, pictures: Path) -> Non
         with contextlib.suppress(AssertionError):
             wait_for(lambda at=number, step=step: step.shows in lab.text(at), "the text", 5)  # type: ignore[misc]
         texts.append(lab.text(number))
-        lab.cell(number).screenshot(path=str(pictures / f"{number:02}.png"))
+        lab.cell(number).locator(".jp-Cell-inputWrapper").scroll_into_view_if_needed()
+        lab.page.screenshot(path=str(pictures / f"{number:02}.png"))  # of the page, as an output may be too high
     lab.save()
     cells = nbformat.read(lab.folder / "day.ipynb", as_version=4).cells
     faults = [find_faults(*item) for item in zip(DAY, (cell.outputs for cell in cells), texts, strict=True)]

@@ -116,6 +116,8 @@ def test_a_second_window_shows_everything(notebook: Lab) -> None:
 
 
 def test_a_page_reopened_in_a_cell_gets_the_rest_from_dipcell(notebook: Lab) -> None:
+    for name in ("begun", "go"):  # of other tests
+        (notebook.folder / name).unlink(missing_ok=True)
     notebook.begin(NUMBER["live"])
     wait_for(lambda: (notebook.folder / "begun").exists(), "the cell to begin")
     wait_for_words(notebook.page, "live", "first of 0", "2/4")
@@ -130,6 +132,7 @@ def test_a_page_reopened_in_a_cell_gets_the_rest_from_dipcell(notebook: Lab) -> 
 
 
 def test_a_background_cell_goes_on_below_dipcell_after_a_reload(notebook: Lab) -> None:
+    (notebook.folder / "end").unlink(missing_ok=True)
     notebook.run(NUMBER["background"])
     wait_for_words(notebook.page, "background", "begins on 0")
     reload(notebook)
