@@ -36,8 +36,9 @@ _had_state = False
 class StaleStateError(RuntimeError, AttributeError):
     """An object of accelerate from a former group was used."""
 
-    def __init__(self, state: object) -> None:
-        super().__init__(STALE.format(kind=type(state).__name__.replace("AcceleratorState", "Accelerator")))
+    def __init__(self, state: object, reason: object = "") -> None:
+        text = STALE.format(kind=type(state).__name__.replace("AcceleratorState", "Accelerator"))
+        super().__init__(f"{text} ({reason})" if reason else text)
 
 
 def is_accelerate_imported() -> bool:
@@ -100,10 +101,10 @@ def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str],
     def get_or_raise(self: Any, name: str) -> Any:
         try:
             return original(self, name)
-        except AttributeError:
+        except AttributeError as error:
             if self.__dict__ or name.startswith("__"):
                 raise
-            raise StaleStateError(self) from None
+            raise StaleStateError(self, error) from None
 
     return get_or_raise
 
