@@ -192,14 +192,17 @@ def test_the_view_updates_during_cells_and_ends_in_one_line(notebook: Notebook) 
 def test_the_view_shows_a_killed_rank_and_survives_repair(notebook: Notebook) -> None:
     view_id(notebook, notebook.ok("%dipwatch"))
     pid = int(notebook.ok("%%dip -r 2\nimport os; print(os.getpid())").stdout)
-    running = notebook.begin("import time; time.sleep(30)")  # a cell in the notebook
+    sleep = "print('sleeps'); import time; time.sleep(1000)"  # a cell in the notebook
+    running = notebook.begin(sleep)
+    notebook.finish(running, until="sleeps")  # an interrupt before the cell's code is lost
     os.kill(pid, signal.SIGKILL)
     notebook.finish(running, until="2  ended")
     notebook.interrupt()
     notebook.finish(running)
     notebook.ok("%makedip --repair")
-    running = notebook.begin("import time; time.sleep(30)")
-    notebook.finish(running, until="2  idle")
+    running = notebook.begin(sleep)
+    if "2  idle" not in notebook.finish(running, until="sleeps").text:
+        notebook.finish(running, until="2  idle")
     notebook.interrupt()
     notebook.finish(running)
     notebook.ok("%dipwatch off")
