@@ -60,11 +60,13 @@ def wait_for_words(page: Page, cell: str, *expected: str) -> None:
         raise AssertionError(f"{error}; it shows: {words(page, cell)}") from None
 
 
-def reload(notebook: Lab) -> None:
-    """Save and press F5, while the kernel is busy or not."""
+def reload(notebook: Lab, is_busy: bool = False) -> None:
+    """Save and press F5, and wait until the page is connected to the kernel again, which a busy one does not show."""
     notebook.save()
     notebook.page.reload()
     notebook.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
+    if not is_busy:
+        notebook.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
 
 
 def choose(notebook: Lab, *entries: str) -> None:
@@ -121,7 +123,7 @@ def test_a_page_reopened_in_a_cell_gets_the_rest_from_dipcell(notebook: Lab) -> 
     notebook.begin(NUMBER["live"])
     wait_for(lambda: (notebook.folder / "begun").exists(), "the cell to begin")
     wait_for_words(notebook.page, "live", "first of 0", "2/4")
-    reload(notebook)
+    reload(notebook, is_busy=True)
     wait_for_words(notebook.page, "live", "first of 0")
     (notebook.folder / "go").touch()
     wait_for_words(notebook.page, "live", "live: 100%", "4/4")
