@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -160,11 +161,17 @@ def test_cleared_outputs_stay_cleared(notebook: Lab) -> None:
     assert words(notebook.page, "text") == words(notebook.page, "widgets") == ""
 
 
+@pytest.mark.long
 def test_a_saved_notebook_shows_everything_without_its_kernel(notebook: Lab) -> None:
     for name in ("text", "widgets"):
         notebook.run(NUMBER[name])
     choose(notebook, "Settings", "Save Widget State Automatically")
-    notebook.save()
+
+    def has_saved_widgets() -> bool:
+        notebook.save()
+        return "widgets" in json.loads((notebook.folder / "reload.ipynb").read_text())["metadata"]
+
+    wait_for(has_saved_widgets, "the state of the widgets to be saved")
     choose(notebook, "Kernel", "Shut Down Kernel")
     notebook.page.goto("about:blank")
     notebook.load("reload.ipynb")
