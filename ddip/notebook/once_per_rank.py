@@ -17,6 +17,8 @@ WRAPPERS = ("time", "capture")
 """Magics whose line or cell is searched, too."""
 MODE_TO_WRITE = re.compile(r"[wax][bt+]{0,2}|r[bt]?\+[bt]?")
 """Modes in which ``open`` creates or changes a file."""
+POSSIBLE = re.compile(r"(?:^|=)\s*[!%]|\bopen\(|\bget_ipython\(", re.MULTILINE)
+"""Matches text that every cell with an effect contains: parsing takes 4 ms for 100 lines."""
 RANK = re.compile(r"rank|main_process|is_master", re.IGNORECASE)
 """Names by which code gives each rank another command or file on purpose."""
 CONDITIONAL = (
@@ -36,7 +38,7 @@ class OncePerRank:
 
     def after_cell(self, cell: str) -> None:
         """Tell the user about the effects of `cell`, which has run on several ranks."""
-        if len(self._told) == 2:
+        if len(self._told) == 2 or not POSSIBLE.search(cell):
             return
         found = {text: kind for kind, text in find_effects(cell) if kind not in self._told}
         if found:

@@ -64,6 +64,16 @@ def assert_works(group: ddip.Group) -> None:
     assert sums_of_ranks(group) == [10.0] * 4
 
 
+def assert_power_loss_is_noticed(group: ddip.Group, host: Host) -> None:
+    """Let `host` lose its power in a cell, and assert that the cell ends with an error of its ranks."""
+    do_in_a_second(host.lose_power)
+    began = time.monotonic()
+    with pytest.raises(CellError, match=f"{host.name} has sent nothing") as caught:
+        group.run(BUSY)
+    assert caught.value.by_rank[2].name == "RankEnded"
+    assert time.monotonic() - began < 20
+
+
 def assert_blocked(error: CellError, ranks: list[int], operation: str) -> None:
     """Assert that the failed cell had blocked `ranks` in `operation`."""
     places = {rank: error.by_rank[rank].waited for rank in ranks}
@@ -143,12 +153,7 @@ def test_an_unresponsive_agent_blocks_neither_stops_nor_the_end(group: ddip.Grou
 
 
 def test_a_host_without_power_is_noticed_and_another_replaces_it(group: ddip.Group, hosts: Network) -> None:
-    do_in_a_second(hosts["h2"].lose_power)
-    began = time.monotonic()
-    with pytest.raises(CellError, match="h2 has sent nothing") as caught:
-        group.run(BUSY)
-    assert caught.value.by_rank[2].name == "RankEnded"
-    assert time.monotonic() - began < 20
+    assert_power_loss_is_noticed(group, hosts["h2"])
     with pytest.raises(GroupError, match="lost .*h2.*--repair"):
         group.run("pass")
     with pytest.raises(BadInput, match="h1 is not lost"):
@@ -188,12 +193,7 @@ def relayed_group(hosts: Network) -> Iterator[ddip.Group]:
 def test_a_host_without_power_behind_a_relay_is_noticed(relayed_group: ddip.Group, hosts: Network) -> None:
     ctypes.PyDLL(None).sleep(13)  # the notebook's interpreter is not free, and no rank is lost for that
     assert_works(relayed_group)
-    do_in_a_second(hosts["h2"].lose_power)
-    began = time.monotonic()
-    with pytest.raises(CellError, match="h2 has sent nothing") as caught:
-        relayed_group.run(BUSY)
-    assert caught.value.by_rank[2].name == "RankEnded"
-    assert time.monotonic() - began < 20
+    assert_power_loss_is_noticed(relayed_group, hosts["h2"])
 
 
 def test_a_host_whose_relay_lost_the_notebook_ends_all(relayed_group: ddip.Group, hosts: Network) -> None:
