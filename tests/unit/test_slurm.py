@@ -35,25 +35,26 @@ def test_words_are_options_of_sbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("squeue", "polls"),
+    ("squeue", "seconds"),
     [
-        ("echo 7.batch", slurm.FIRST_LOOKS),
-        ("[ $(wc -l < slept) -gt 3 ] || echo 7.0", 3 + slurm.IDLE_LOOKS),
+        ("echo 7.batch", 300),
+        ("[ $(wc -l < slept) -gt 3 ] || echo 7.0", 2 + 10 + 10 + 50),
+        ("[ $(wc -l < slept) -gt 1 ] || echo 7.0", 2 + 50),
         ("exit 1", None),
         ("echo 7.0", None),
     ],
 )
-def test_a_job_ends_only_once_no_step_runs(squeue: str, polls: int | None, tmp_path: Path) -> None:
+def test_a_job_ends_only_once_no_step_runs(squeue: str, seconds: int | None, tmp_path: Path) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/bash\n{squeue}\n")
     (tmp_path / "sleep").write_text(
-        f"#!/bin/bash\necho >> {tmp_path}/slept\n[ $(wc -l < {tmp_path}/slept) -lt 100 ] || kill $PPID\n"
+        f"#!/bin/bash\necho $1 >> {tmp_path}/slept\n[ $(wc -l < {tmp_path}/slept) -lt 200 ] || kill $PPID\n"
     )
     for name in ("squeue", "sleep"):
         (tmp_path / name).chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", slurm.batch_script("nodes=1")], env=variables, cwd=tmp_path)
-    assert (done.returncode == 0) == (polls is not None)
-    assert polls is None or (tmp_path / "slept").read_text().count("\n") == polls
+    assert (done.returncode == 0) == (seconds is not None)
+    assert seconds is None or sum(map(int, (tmp_path / "slept").read_text().split())) == seconds
 
 
 @pytest.mark.parametrize(

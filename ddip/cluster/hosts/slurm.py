@@ -46,18 +46,14 @@ SHOW_SECONDS = 2.0
 """Time limit of a Slurm command whose result is only shown."""
 CANCEL_SECONDS = 10.0
 """Longest wait for Slurm to confirm that a job is cancelled; the keeper goes on trying."""
-IDLE_LOOKS, FIRST_LOOKS = 5, 30
-"""Number of polls without a step, 10 s apart, after which a job's script ends: later, and before its first step, which
-may have to wait for the nodes' prolog."""
-WAITING = f"""
+WAITING = """
 # holds the nodes for the ranks, which ddip starts as steps; ends when none has run for 50 s, as far as is known, or
-# when none has begun for five minutes
-idle=0 most={FIRST_LOOKS}
-while [ $idle -lt $most ]; do
-    sleep 10
+# when none has begun for five minutes, since a step may have to wait for the nodes' prolog
+seconds=2 looks=150 idle=0
+while [ $idle -lt $looks ]; do
+    sleep $seconds
     listed=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i) || continue
-    steps=$(grep -cE '\\.[0-9]+$' <<< "$listed")
-    idle=$((steps ? 0 : idle + 1)) most=$((steps ? {IDLE_LOOKS} : most))
+    if grep -qE '\\.[0-9]+$' <<< "$listed"; then seconds=10 looks=5 idle=0; else idle=$((idle + 1)); fi
 done
 """
 
