@@ -183,7 +183,7 @@ def _traceback_lines(by_rank: Mapping[int, RankError], in_tabs: Collection[int])
 
 
 def _output_lines(by_rank: Mapping[int, RankError]) -> list[str]:
-    """Return the last output of ranks that the cell does not show, of at most `MOST_OUTPUTS` ranks that differ."""
+    """Return up to `MOST_OUTPUTS` different last outputs of ranks that the cell does not show."""
     together: dict[str, list[int]] = {}
     for rank, error in by_rank.items():
         if error.output:

@@ -73,7 +73,10 @@ def _value_text(action: Action) -> str:
 
 
 def _find_repeated(parser: MagicArgumentParser, line: str) -> str:
-    """Return what to type instead of an option with a value that is typed twice; argparse would use the last one."""
+    """Return advice for an option with a value that is typed twice; empty if there is none.
+
+    argparse would use the last one.
+    """
     options = {option: action for action in parser._actions for option in action.option_strings if action.nargs != 0}
     typed = [
         options[word] for word in (word.partition("=")[0] for word in shlex.split(line, posix=False)) if word in options
@@ -86,7 +89,7 @@ def _find_repeated(parser: MagicArgumentParser, line: str) -> str:
 
 
 def _find_empty(parser: MagicArgumentParser, args: Any) -> str:
-    """Return what to type instead of an option's empty value, such as ``-a ''``."""
+    """Return advice for an option whose value is empty, such as ``-a ''``; empty if there is none."""
     for action in parser._actions:
         typed = getattr(args, action.dest)
         values = typed if isinstance(typed, list) else [typed]
@@ -382,7 +385,7 @@ def names_and_ranks(
 
 
 def suggest_names(magic: str, missing: Sequence[str], known: Sequence[str]) -> str:
-    """Return the end of an error about `missing` variables: the line for similar names that are `known`, if any.
+    """Return an error's end that suggests `known` names similar to the `missing` ones; empty if none is.
 
     >>> suggest_names("%dipull", ["modle"], ["model", "loss"])
     '; type %dipull model'

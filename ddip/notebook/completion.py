@@ -52,12 +52,15 @@ class MagicCompleter:
         return [Completion(begin, len(before), word, type="magic") for word in fitting]
 
     def _offer(self, magic: str, actions: list[Action], words: list[str], token: str) -> list[str]:
-        """Return the options and values that can follow `words`; `token` is the beginning of the word to complete."""
+        """Return the options and values that can come after `words`.
+
+        `token` is the beginning of the word that is completed.
+        """
         options = {option: action for action in actions for option in action.option_strings}
         option, equals, _ = token.partition("=")
         if equals and option in options:
             return [f"{option}={value}" for value in self._values(magic, options[option], 0, words, "")]
-        expected = _expected(actions, options, words)
+        expected = _expected_arguments(actions, options, words)
         if token.startswith("-") or not expected:
             return list(options)
         return [value for action, count in expected for value in self._values(magic, action, count, words, token)]
@@ -89,7 +92,7 @@ class MagicCompleter:
         return kind.split("|") if "|" in kind else []
 
     def _names(self, magic: str, group: Group | None, words: list[str], token: str) -> Iterable[str]:
-        """Return names of variables: the notebook's for ``%dipush``, otherwise those of the rank that was typed."""
+        """Return names of variables: the notebook's for ``%dipush``, else those of the typed rank, or rank 0."""
         if magic == "dipush":
             hidden = self._shell.user_ns_hidden
             return sorted(name for name in self._shell.user_ns if name not in hidden and not name.startswith("_"))
@@ -99,8 +102,10 @@ class MagicCompleter:
         return group.variable_names(token, ranks[0] if ranks else 0, ANSWER_SECONDS)
 
 
-def _expected(actions: list[Action], options: dict[str, Action], words: list[str]) -> list[tuple[Action, int]]:
-    """Return the arguments that can take the next word after `words`, each with its number of values so far."""
+def _expected_arguments(
+    actions: list[Action], options: dict[str, Action], words: list[str]
+) -> list[tuple[Action, int]]:
+    """Return the arguments that can take the next word, each with the number of values it has so far."""
     current, count, placed = None, 0, 0
     for word in words:
         if word in options:

@@ -105,7 +105,10 @@ class Hints:
         return None if answer is None else (begin, answer)
 
     def _complete(self, text: str, offset: int) -> Iterator[Completion]:
-        """Complete `text` at `offset`; replaces IPython's ``Completer.completions``, which all front ends call."""
+        """Return the completions of `text` at `offset`, on rank 0 or in the notebook.
+
+        Replaces IPython's ``Completer.completions``, which all front ends call.
+        """
         found = self._magic_completer.complete(text[:offset])
         if found is None:
             found = self._complete_on_rank_0(text, offset)

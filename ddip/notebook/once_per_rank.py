@@ -82,7 +82,7 @@ def find_effects(cell: str) -> Iterator[tuple[str, str]]:
 
 
 def _find_in_magic(method: str, arguments: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the effects of the call of a `method` of IPython's shell, into which IPython has made a line or a cell."""
+    """Yield the effects of a line or cell that IPython has made into a call of its shell's `method`."""
     name, *texts = ["!", *arguments] if method in ("system", "getoutput") else arguments
     text = "\n".join(texts).strip()
     if name in SHELL and text and not RANK.search(text):

@@ -283,7 +283,10 @@ def notify(text: str) -> None:
 
 
 def inform(text: str) -> None:
-    """Print news of ddip that asks for nothing: to stdout in a notebook, which shows stderr in red, else to stderr."""
+    """Print news of ddip that needs no action.
+
+    It goes to stdout in a notebook, which shows stderr in red, and to stderr elsewhere.
+    """
     _print_notice("stdout" if getattr(get_ipython(), "kernel", None) is not None else "stderr", text)
 
 

@@ -65,7 +65,10 @@ class Progress:
         return bool(self._last)
 
     def end(self, text: str) -> None:
-        """Replace the line by `text`; an empty `text` removes it."""
+        """Replace the progress line by `text`; an empty `text` removes it.
+
+        Outside a page, `text` is printed to stdout, also if no line was shown.
+        """
         if self._page:
             if text or self._last:
                 self._show(text, None)

@@ -264,7 +264,10 @@ def strip_escapes(text: str) -> str:
 
 
 def last_lines(text: str, count: int) -> str:
-    """Return the last `count` lines of `text` as a terminal shows them, without colours and blank lines at the end."""
+    """Return the last `count` lines of `text` as a terminal shows them, without colours.
+
+    Blank lines at the end do not count.
+    """
     screen = Screen(2 * len(text))
     screen.write(text)
     return "\n".join(strip_escapes(screen.text).rstrip().splitlines()[-count:])

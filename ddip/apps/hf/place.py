@@ -110,7 +110,9 @@ def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str],
 
 
 def _leave_to_accelerator(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``AcceleratorState.__init__`` to raise if a former object, such as a scheduler, asks for the state.
+    """Wrap ``AcceleratorState.__init__`` to raise StaleStateError if a former object asks for the state.
+
+    Such an object is a scheduler or a loader of an Accelerator of former ranks.
 
     accelerate raises, too, but without a hint, and leaves half a state, with which all that follows fails.
     """

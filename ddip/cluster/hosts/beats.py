@@ -21,23 +21,23 @@ from ddip.cluster.processes import links
 
 
 def pass_on(source: Connection, target: Connection) -> None:
-    """Pass messages from `source` to `target` until one of them ends, with beats from the first message on."""
+    """Pass messages from `source` to `target` until one of them closes, with beats after the first one."""
     lock, ended = threading.Lock(), threading.Event()
 
-    def send(message: bytes) -> None:
+    def send_message(message: bytes) -> None:
         with lock:
             target.send_bytes(message)
 
-    def beat() -> None:
+    def send_beats() -> None:
         with contextlib.suppress(OSError):
             while not ended.wait(links.BEAT_SECONDS):
-                send(b'{"beat": 0}')
+                send_message(b'{"beat": 0}')
 
     with contextlib.suppress(EOFError, OSError):
-        send(source.recv_bytes())
-        threading.Thread(target=beat, daemon=True).start()
+        send_message(source.recv_bytes())
+        threading.Thread(target=send_beats, daemon=True).start()
         while True:
-            send(source.recv_bytes())
+            send_message(source.recv_bytes())
     ended.set()
     with lock:
         target.close()

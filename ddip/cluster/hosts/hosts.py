@@ -87,9 +87,10 @@ class Hosts:
         return f"{host.missing}; create it there, or choose another folder with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Reconnect to the lost host `number`, or connect to another host in its place.
+        """Reconnect to the lost host `number`, or connect to the host `name` in its place.
 
-        `reach` applies to all hosts afterwards. Raises GroupError, and changes nothing then.
+        `reach` applies to all hosts afterwards. Raises GroupError, and changes nothing, if the host has not answered at
+        `deadline`, on ``time.monotonic``, or cannot be used.
         """
         former, before = self.all[number], self.reach
         self._set_reach(reach)

@@ -104,7 +104,7 @@ class RemoteHost:
 
     @property
     def carried(self) -> int:
-        """Bytes that the connection to the agent has carried so far."""
+        """Number of bytes that the connection to the agent has carried so far."""
         return self._to_agent.sent + self._received
 
     @property

@@ -81,7 +81,10 @@ class Keeper:
         return json.loads(line) if line else {"error": "ddip's process for the job has ended", "may_exist": True}
 
     def cancel(self) -> str:
-        """Let the process cancel the job; return a clause about what Slurm has confirmed within CANCEL_SECONDS."""
+        """Let the keeper cancel the job, and return a clause that says whether Slurm has confirmed it.
+
+        Waits up to CANCEL_SECONDS for the keeper, and as long again if it has failed.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

@@ -85,7 +85,7 @@ def submit_job(name: str, script: str, ended: threading.Event) -> Answer:
 
 
 def cancel_job(name: str, looks: int, seconds: float) -> bool:
-    """Cancel the job called `name` until Slurm has said `looks` times that there is none; False after `seconds`."""
+    """Cancel the job `name` until Slurm has reported `looks` times that it is gone; False after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

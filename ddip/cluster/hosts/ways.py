@@ -35,7 +35,10 @@ class Way(Protocol):
         """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
 
     def is_relayed(self, name: str) -> bool:
-        """Return True if a relay stands between this machine and host `name`, and only beats show that both exist."""
+        """Return True if a relay stands between this machine and host `name`.
+
+        A relay hides a lost connection, so both ends need beats.
+        """
         return False  # srun and ipyparallel notice a lost host themselves
 
     def explain_failure(self, host: RemoteHost) -> str:
@@ -78,7 +81,7 @@ class Srun(Way):
         return ["env", *unset, *slurm.step_command(self._reach.jobs[number], name), "sh", "-c", line]
 
     def explain_failure(self, host: RemoteHost) -> str:
-        """Explain why the agent of the node `host` did not start, or has not started yet, from the output of srun."""
+        """Explain why the agent of the node `host` has not started, from the output of srun."""
         return _explain_output(host, self._reach.python, self._reach.setup, "srun has ended; its job may be over")
 
 
@@ -110,7 +113,10 @@ class Attached(Way):
 
 
 def _explain_output(host: RemoteHost, python: str, setup: str, without_output: str = "") -> str:
-    """Explain the output of a command that started the agent of `host`; arguments as in ``ssh.agent_command``."""
+    """Explain why the agent of `host` has not started, from the output of its command.
+
+    `without_output` is the explanation if there is none. The other arguments are those of ``ssh.agent_command``.
+    """
     if host.exit_code is None:
         return f"{host.name}: it has not answered in time; -t SECONDS waits longer"
     return ssh.explain_failure(host.name, host.said or without_output, python, setup)

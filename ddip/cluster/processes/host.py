@@ -38,7 +38,7 @@ class Host(Protocol):
 
     @property
     def carried(self) -> int:
-        """Bytes that the connection to the host has carried so far; 0 for this machine."""
+        """Number of bytes that the connection to the host has carried so far; 0 for this machine."""
 
     @property
     def run_folder(self) -> Path:

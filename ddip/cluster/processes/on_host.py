@@ -279,7 +279,10 @@ def find_route(address: str) -> tuple[str, str]:
 
 
 def try_connections(targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
-    """Connect to ports of other hosts at once, and return the error of each; empty if it succeeds within `seconds`."""
+    """Connect to ports of other hosts in parallel, and return the error of each; empty if it succeeded.
+
+    Each is tried for up to `seconds`.
+    """
     if not targets:
         return []
     with ThreadPoolExecutor(len(targets)) as pool:
@@ -327,9 +330,9 @@ def hold_port(former: int = 0) -> int:
 
 
 def open_port(address: str) -> int:
-    """Listen at a free port of `address`, until `release_port`, for connections that `try_connections` tries.
+    """Listen at a free port of `address` for the connections of `try_connections`, and return the port.
 
-    Returns 0 if this host has lost the address.
+    It is open until `release_port`. Returns 0 if this host has lost the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

@@ -129,9 +129,9 @@ class Cells:
             raise GroupError(f"{problem}:\n{places}\n{way_out(stuck)}")
 
     def settle(self) -> list[int]:
-        """Interrupt the `stuck` ranks again, wait while they make progress, and return those that stay stuck.
+        """Interrupt the `stuck` ranks again, wait while they make progress, and return those that are still stuck.
 
-        The stop button ends the wait.
+        Aborts the collectives of abandoned cells first. Raises RequestInterrupted if the stop button ends the wait.
         """
         if self.stuck:
             with stopping.note_presses(

@@ -215,7 +215,7 @@ class Comms:
             if len(self._sent) > KEPT:
                 cluster.stop_listening(self._sent.popleft())
 
-        def answer(message: Message) -> None:
+        def handle_message(message: Message) -> None:
             if content.get("target_name") == WIDGETS and message["content"]["data"].get("method") == "request_state":
                 with self._lock:
                     opened, buffers = widget.opening["content"]["data"], widget.opening.get("buffers")
@@ -227,7 +227,7 @@ class Comms:
         def close_comm(message: Message | None = None) -> None:
             to_rank({"header": {"msg_type": "comm_close"}, "content": {"comm_id": content["comm_id"], "data": {}}})
 
-        proxy.on_msg(answer)
+        proxy.on_msg(handle_message)
         proxy.on_close(close_comm)
         manager.register_comm(proxy)
         if not self._in_control:
@@ -261,7 +261,7 @@ class Comms:
             manager.register_target(CONTROL, open_control)
 
     def _states(self) -> tuple[dict[str, Any], list[list[Any]], list[Any]]:
-        """Return the states of the widgets that a page knows, the paths of their binary buffers, and the buffers."""
+        """Return the states of the widgets that a page knows, the paths of their buffers, and the buffers."""
         states, paths, buffers = dict[str, Any](), list[list[Any]](), list[Any]()
         with self._lock:
             for name, widget in list(self._widgets.items()):

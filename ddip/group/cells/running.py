@@ -396,7 +396,10 @@ class RunningCell:
         return "\n".join(lines)
 
     def _logged_output(self, stuck: Sequence[int]) -> list[str]:
-        """Return the last output of hidden ranks from their logs, as a rank that is `stuck` may answer nothing."""
+        """Return the last output of hidden ranks among those that are `stuck`, from their logs.
+
+        Such a rank may not answer a request for it.
+        """
         lines = []
         for rank in [rank for rank in stuck if rank not in self.cell.show_ranks][:MOST_OUTPUTS]:
             log = "\n".join(self._ranks.cluster.log_tail(self._ranks.members[rank].engine))

@@ -184,9 +184,9 @@ def restart_request(request: Request, hosts: Sequence[Host]) -> Request:
 
 @contextlib.contextmanager
 def hold_resources(request: Request) -> Iterator[None]:
-    """Hold the jobs and cluster of `request` while one group ends and the next one starts.
+    """Keep the jobs and cluster of `request` that ddip started until the next group has started.
 
-    Raises GroupError if the cluster is not available.
+    Raises GroupError, before the block, if the cluster is not available.
     """
     if request.reach.cluster:
         _with_cluster_hosts(request, lambda text, share=None: None)

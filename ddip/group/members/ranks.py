@@ -326,7 +326,10 @@ class _LinkPatience:
         self._until = self._moved + LINK_SECONDS
 
     def is_over(self, carried: int) -> bool:
-        """Return True if the links, which have `carried` so many bytes, stand still, or have been slow for too long."""
+        """Return True if the links stand still, or have been slow for too long.
+
+        They have `carried` this number of bytes so far.
+        """
         now = time.monotonic()
         if carried != self._carried:
             self._carried, self._moved = carried, now

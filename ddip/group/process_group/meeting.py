@@ -64,7 +64,11 @@ class RendezvousFactory:
         """The last try's result; None if the hosts reached each other."""
 
     def ensure_connected(self, hosts: Sequence[int]) -> None:
-        """Raise PartitionError if `hosts` that are not lost do not reach each other for `PATIENCE_SECONDS`."""
+        """Raise PartitionError if `hosts`, without those that are lost, cannot connect to each other.
+
+        They try for `PATIENCE_SECONDS`, counted from the first try that failed. Raises GroupError if a host does not
+        answer the notebook.
+        """
         waited = 0.0 if self._partition is None else time.time() - self._partition.since
         seconds = max(BRIEF_SECONDS, PATIENCE_SECONDS - waited)
         present = [host for host in hosts if not self._host_at(host).lost]

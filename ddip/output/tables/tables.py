@@ -57,9 +57,9 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 
 
 def where_text(seconds: Mapping[int, float], *, name_slowest: bool = True) -> str:
-    """Format the ranks and duration of a cell; `name_slowest`: also the slowest rank if its lag is more than chance.
+    """Format the ranks and duration of a cell, with the slowest rank if it clearly lags.
 
-    In a failed cell, the rank that took longest may only have waited for the one that failed.
+    `name_slowest` is False for a failed cell, in which the rank that took longest may only have waited for the failed one.
     """
     if not seconds:
         return ""

@@ -32,7 +32,10 @@ class Labels:
         """Values of the cell's last line, shown at the end in rank order."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Print finished lines, and keep the last one until it is finished."""
+        """Print the finished lines of a rank's stream with its label, and keep an unfinished line until it ends.
+
+        With `line` and `cut`, as in `Screen.jump`, `text` replaces the end of the stream, and is shown later.
+        """
         if line is None:
             self._show_value(rank)
         for name in ("stdout", "stderr"):

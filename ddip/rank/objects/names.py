@@ -10,7 +10,10 @@ from ddip.rank import user_namespace
 
 
 def variable_names(beginning: str) -> list[str]:
-    """Return the names of variables that begin with `beginning`, without IPython's; may be called while a cell runs."""
+    """Return the names of the rank's variables that begin with `beginning`, without IPython's own.
+
+    May be called while a cell runs.
+    """
     hidden = get_ipython().user_ns_hidden  # type: ignore[union-attr]
     names = [name for name in list(user_namespace()) if name.startswith(beginning) and name not in hidden]
     return sorted(name for name in names if beginning or not name.startswith("_"))

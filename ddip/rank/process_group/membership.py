@@ -157,7 +157,10 @@ def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
 
 
 def begin_cell() -> None:
-    """Reset the state per cell, and restore ddip's variables if they are missing, as after ``%reset -f``."""
+    """Reset the state that a rank keeps per cell, and restore missing variables such as `rank` and `world_size`.
+
+    ``%reset -f`` removes them.
+    """
     global _is_cut_off, _wants_rebuild
     _is_cut_off = _wants_rebuild = False
     gpu.begin_cell()

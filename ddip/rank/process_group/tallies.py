@@ -123,8 +123,9 @@ class Tally:
                 self._excluded[i] += max(0, n - m - collectives)
 
     def use(self, device: int, ranks: list[int] | None, may_begin: MayBegin) -> GroupUse:
-        """Return the report for backend number `device`; `may_begin` comes from `threads_may_begin`.
+        """Return the numbers of operations on backend number `device` of this group, which has `ranks` (None: all).
 
+        `may_begin` is the result of `threads_may_begin`; a running thread that has begun operations makes it "yes".
         Threads are checked before torch's counters are read, so that the collectives of a thread that ends are counted.
         """
         if self._threads:

@@ -161,10 +161,11 @@ def rest_after(took: float) -> float:
 
 
 def collect_garbage() -> None:
-    """Collect garbage, and end the workers of data loaders in it quickly.
+    """Collect garbage, and shorten torch's wait for the workers of data loaders in it.
 
-    Such workers notice only within 5 s that they are orphaned, and torch waits for each of them as long. ``tqdm.auto``
-    leaves such a loader with each bar, because it creates one more iterator than it uses.
+    A worker may need 5 s to notice that it is orphaned, and torch waits up to 5 s for each before it terminates it. The
+    shared memory of terminated workers is removed. ``tqdm.auto`` leaves such a loader with each bar, because it creates
+    one more iterator than it uses.
     """
     children = multiprocessing.active_children()  # also reaps ended ones
     ended: list[BaseProcess] = []

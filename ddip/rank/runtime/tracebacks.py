@@ -301,7 +301,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _without_output_path(walked: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
-    """Cut the innermost frames, with line numbers, that carry what a cell prints: ddip's, ipykernel's and zmq's.
+    """Cut the innermost frames of ddip, ipykernel and zmq, which handle what a cell prints.
 
     A cell that prints is mostly interrupted there, in code that the user has not called.
     """

@@ -224,7 +224,10 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         self.flush()
 
     def _flush_buffers(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Remove this process' own text and yield it by request; log hidden text, which the report of a death shows."""
+        """Take this process's own text out of the buffers, and yield it by request.
+
+        Hidden text is also logged, for the report if the process dies.
+        """
         for header, text in super()._flush_buffers():
             if self._is_hidden(header):
                 self._descriptor.append_to_log(text[-HIDDEN_CHARACTERS:].encode("utf-8", "backslashreplace"))

@@ -36,7 +36,7 @@ def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
 
 
 def count_steps(batches: int, size: int, *, drop_last: bool) -> int:
-    """Return the number of steps in which `size` ranks process `batches`; at least one if there is a batch."""
+    """Return the number of steps that `size` ranks need for `batches`; at least 1 if there is a batch."""
     steps = batches // size if drop_last else -(-batches // size)
     return max(steps, min(batches, 1))
 
