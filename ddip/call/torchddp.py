@@ -217,8 +217,8 @@ def _new_group(nprocs: int | None, app: str | None, progress: Progress) -> Group
         return Group(nprocs, app=app, progress=progress, **settings)
     if nprocs <= available:
         return Group(gpus=range(nprocs), app=app, progress=progress, **settings)
-    have = "is 1 GPU" if available == 1 else f"are {available} GPUs"
-    notify(f"there {have} for {nprocs} ranks, so they run on the CPU")
+    has = "only 1 GPU" if available == 1 else f"only {available} GPUs"
+    notify(f"the {nprocs} ranks run on the CPU: this machine has {has}")
     return Group(nprocs, app=app, progress=progress, **settings)
 
 

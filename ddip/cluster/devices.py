@@ -54,8 +54,8 @@ def ensure_one_slice(names: Sequence[str]) -> None:
     slices = [name for name in names if name.startswith(SLICE)]
     if len(slices) > 1:
         raise BadInput(
-            f"{len(slices)} ranks on slices of GPUs (MIG): a process can use one slice only, and nccl cannot connect "
-            "slices; type -g 0, set CUDA_VISIBLE_DEVICES to whole GPUs, or type -n for ranks on the CPU"
+            f"{len(slices)} ranks cannot run on slices of GPUs (MIG): a process can use only one, and nccl cannot "
+            "connect them; type -g 0, set CUDA_VISIBLE_DEVICES to whole GPUs, or type -n for ranks on the CPU"
         )
 
 

@@ -35,7 +35,7 @@ class Attachment:
         have = sum(len(seat.engines) for seat in self.seats)
         if self.n is not None and self.n > have:
             raise GroupError(
-                f"-n {self.n}: that cluster has {have} engine{'s' * (have != 1)}; leave out -n to have all"
+                f"-n {self.n}: that cluster has only {have} engine{'s' * (have != 1)}; leave out -n to use all"
             )
 
     def counts(self) -> list[tuple[Seat, int]]:

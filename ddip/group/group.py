@@ -500,7 +500,7 @@ class Group:
                 button.wait_for([cell.done for cell in active], float("inf"))
             for cell in active:
                 if cell.done.done() and cell.outcome != "ok":
-                    what = f"{cell.text}, for which this cell waited, {cell.outcome_text}; it did not run"
+                    what = f"this cell did not run: it waited for {cell.text}, which {cell.outcome_text}"
                     raise GroupError(f"{what}; %dipwait {cell.number} shows the error")
 
     @property

@@ -269,7 +269,7 @@ class _Repair:
         try:
             delivery.deliver_objects(self._ranks, fetched.values, fetched.reply["along"], ranks, self._progress)
         except TransferError as error:
-            raise TransferError(f"{ranks_text(ranks)} replaced, but {error}") from None
+            raise TransferError(f"ddip replaced {ranks_text(ranks)}, but {error}") from None
         transfer.notify_shares(fetched.reply["shares"], "copied")
 
     def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> Fetched:

@@ -236,7 +236,7 @@ def peek_timeout(args: Any, line: str) -> float | None:
     if args.now:
         return NOW_SECONDS if args.timeout is None else parse_seconds(args.timeout, "-t", 0.1)
     if args.timeout is not None:
-        raise BadInput(f"%dipull {line.strip()}: -t needs --now; a pull waits until the rank is free")
+        raise BadInput(f"%dipull {line.strip()}: -t works only with --now; leave it out, or add --now")
     return None
 
 
@@ -286,9 +286,7 @@ def _parse_reach(args: Any) -> Reach:
     if args.engines is not None:
         launcher_engines.check_launcher(args.engines)
     elif args.profile is not None:
-        raise BadInput(
-            f"--profile {args.profile}: it configures a launcher; type it with --engines, such as --engines ssh"
-        )
+        raise BadInput(f"--profile {args.profile} configures a launcher, so it needs --engines, such as --engines ssh")
     for option in () if ways else ("cd", "python", "setup"):
         if getattr(args, option) is not None:
             typed = f"--{option} {getattr(args, option)}"
@@ -308,7 +306,7 @@ def _parse_reach(args: Any) -> Reach:
 def job_script(args: Any) -> str:
     """Return the script that ``--slurm`` would submit, for ``--dry-run``; raises BadInput."""
     if args.slurm is None:
-        raise BadInput(f"--dry-run: it shows a job's script; type it with --slurm, {slurm.EXAMPLE}")
+        raise BadInput(f"--dry-run shows the script of a job, so it needs --slurm, {slurm.EXAMPLE}")
     return slurm.batch_script(args.slurm)
 
 

@@ -238,7 +238,7 @@ class CellMagics(Magics):
         first, others = failed[0].error, [str(cell.number) for cell in failed[1:]]
         assert first is not None
         if others:
-            notify(f"{failed[0].text} was not the only one to fail: {', '.join(others)} also failed")
+            notify(f"besides {failed[0].text}, {', '.join(others)} also failed; %dipwait NUMBER shows each error")
         if isinstance(first, CellError) and not failed[0].explained:
             failed[0].explained = True
             self._main.hints.explain(first)

@@ -130,7 +130,7 @@ def output(
     cell = _find_cell(number)
     lacking = [rank for rank in ranks or () if rank not in cell.ranks]
     if lacking:
-        raise BadInput(f"ranks={list(ranks or ())}: {cell.text} ran on ranks {', '.join(map(str, cell.ranks))}")
+        raise BadInput(f"ranks={list(ranks or ())}: {cell.text} ran only on ranks {', '.join(map(str, cell.ranks))}")
     if characters < 1:
         raise BadInput(f"characters={characters}: give 1 or more")
     return data_of(cell, most=characters, only=ranks)

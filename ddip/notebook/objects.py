@@ -77,7 +77,7 @@ class ObjectMagics(Magics):
             from ddip.group.objects.transfer import check_own
 
         if "as" in names:
-            raise BadInput(f"%dipush {line.strip()}: a push keeps the names; type best = model, then %dipush best")
+            raise BadInput(f"%dipush {line.strip()}: a push cannot rename; type best = model, then %dipush best")
         check_own(names, "%dipush")
         missing = [name for name in names if name not in self.shell.user_ns]
         if missing:
@@ -144,7 +144,7 @@ class ObjectMagics(Magics):
         renames |= after_ranks
         group, names, ranks = self._parse_names("%dipull", typed, typed_ranks)
         if not renames.keys() <= {*names} or len({renames.get(name, name) for name in names}) < len({*names}):
-            what = "type as after a variable, and another name for each, such as x as y"
+            what = "type each new name after its variable, and only once, such as x as y"
             raise BadInput(f"%dipull {line.strip()}: {what}")
         assert ranks is not None
         pulled = ", ".join(f"{name} as {renames[name]}" if name in renames else name for name in names)

@@ -1,7 +1,7 @@
 """The page of messages: every error and notice in ddip's source, found by parsing it.
 
 A placeholder such as ``{name}`` stands for a value, and ``{...}`` for a computed part. Texts that a function computes
-completely are missing.
+completely are missing, such as those of CellError and CellTimeout.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ KINDS = {
     "BadInput": "Refused input: nothing has run or changed",
     "TransferError": "Objects that were not transferred",
     "GroupError": "The group cannot do it",
+    "PartitionError": "Hosts cannot reach each other",
+    "SlurmUnavailable": "Slurm does not answer",
     "RequestFailed": "A request failed on some ranks",
     "RequestInterrupted": "The user stopped a request",
-    "CellError": "A cell failed",
-    "CellTimeout": "A cell took too long",
     "CellInterrupted": "The user stopped a cell",
+    "LocalCellFailed": "A local cell failed",
     "notify": "Notices, which come without an exception",
 }
 """Section title of each error class, in order; ``notify`` and ``inform`` print a notice."""
@@ -96,6 +97,8 @@ def _text_of(node: ast.expr, constants: dict[str, str]) -> str:
             return constants.get(name, "")
         case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join")):
             return "{...}"
+        case ast.Call(func=ast.Attribute(value=text_node, attr="format" | "rstrip")):
+            return _text_of(text_node, constants)
     return ""
 
 
@@ -110,7 +113,7 @@ class Messages(Directive):
 
 def _section_of(kind: str, messages: list[Message]) -> nodes.section:
     section = nodes.section(ids=[f"messages-{kind.lower()}"])
-    title = KINDS[kind] if kind == "notify" else f"{KINDS[kind]} (ddip.{kind})"
+    title = f"{KINDS[kind]} (ddip.{kind})" if hasattr(errors, kind) else KINDS[kind]
     section += nodes.title("", title)
     items = nodes.bullet_list()
     for message in messages:

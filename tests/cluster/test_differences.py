@@ -393,7 +393,10 @@ def test_objects_of_a_former_size_refuse_to_work(capsys: pytest.CaptureFixture[s
             config = Config(); config.rank, config.ranks, config.epochs = rank, world_size, 7
         """)
         group.change(ddip.Request(n=2))
-        assert "made for 3 ranks and refuse to work; recreate them: config, sampler" in capsys.readouterr().err
+        assert (
+            "belong to the former group of 3 ranks, and raise errors now; recreate them: config, sampler"
+            in capsys.readouterr().err
+        )
         for code, what in (("list(loader)", "DistributedSampler"), ("config.ranks", "Config")):
             with pytest.raises(ddip.CellError, match=f"{what} .*3 ranks"):
                 group.run(code)
@@ -580,7 +583,7 @@ def test_objects_above_the_comparison_limit_are_mentioned(
     with pytest.raises(ddip.CellError):
         cells.run("many = [[[i] for i in range(250)] for _ in range(250)]; count += 1\nraise ValueError")
     cells.run("del many")
-    assert "the variables hold more objects than are compared after a fault" in capsys.readouterr().err
+    assert "ddip compares only a part of so many objects after a fault" in capsys.readouterr().err
 
 
 def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:

@@ -465,7 +465,7 @@ def test_late_output_of_a_thread_goes_to_its_tabs(notebook: Notebook) -> None:
 def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook, tmp_path: Path) -> None:
     notebook.ok("%config DipMagics.stall_timeout = 1")
     cell = notebook.begin(
-        f"%%dip\nimport os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+        f"%%dip\nimport os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.2)"
     )
     notebook.finish(cell, until="the cell keeps waiting; the stop button ends the cell")
     (tmp_path / "go").touch()

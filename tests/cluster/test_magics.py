@@ -77,7 +77,7 @@ BAD_INPUT = [
     ("%%dip local -r 0\n1", r"^%%dip local -r: -r is for cells on ranks; type %%dip local, or %%dip -r$"),
     ("%%dip -r 0 -r 1\n1", r"^%%dip -r 0 -r 1: type -r only once, with all its values after it$"),
     ('%autodip on -a "-S 9"', r"^-S 9: there is no rank 9; this group has ranks 0 to 2$"),
-    ('%autodip on -a "local"', r"^%autodip on -a \"local\": cells without %autodip are local; type %autodip off$"),
+    ('%autodip on -a "local"', r"^%autodip on -a \"local\": type %autodip off; cells are local then$"),
     ("%makedip -a ''", r"^%makedip -a '': type a value after -a: Framework to prepare on every rank, such as fastai.$"),
     (
         "%makedip --cd /tmp",
@@ -86,7 +86,7 @@ BAD_INPUT = [
     ("%dipsync marker --from 0,1", r"^--from 0,1: type one rank from 0 to 2, such as --from 0$"),
     (
         "%dipcheck nowhere",
-        r"^%dipcheck: no rank has a variable nowhere with a state to compare; %dipcheck compares all$",
+        r"^%dipcheck: nowhere is not a variable with a state on any rank; type %dipcheck to compare all$",
     ),
     ("%dipush markr", r"^%dipush: the notebook has no variable markr; nothing was pushed; type %dipush marker$"),
     ("%dipull markr", r"^nothing was pulled: rank 0 has no variable markr; .*; type %dipull marker$"),
@@ -325,7 +325,8 @@ def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
         if rank: dist.barrier()
     """)
     assert shown.error == "CellTimeout"
-    assert shown.traceback == (
+    traceback = re.sub(r"  rank 0: releasing objects of its last cell.*\n", "", shown.traceback)  # on a busy machine
+    assert traceback == (
         "CellTimeout: the cell took longer than 1 s and was stopped; the ranks were here:\n"
         f"  ranks 1, 2: barrier, cell [{shown.number}] line 2: if rank: dist.barrier()"
     )
@@ -434,7 +435,7 @@ def test_pulled_values_get_other_names(notebook: Notebook) -> None:
         assert "type a name on each side of as, such as" in notebook.fails(f"%dipull {line}").message
     notebook.ok("x = 'mine'")
     for line in ("x -r 1 as y", "x, as y", "x z as x"):
-        assert "type as after a variable, and another name for each" in notebook.fails(f"%dipull {line}").message
+        assert "type each new name after its variable, and only once" in notebook.fails(f"%dipull {line}").message
     notebook.ok("assert x == 'mine'")
 
 
@@ -614,7 +615,7 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
 def test_debug_opens_no_frame_of_ddip(notebook: Notebook) -> None:
     notebook.fails("%%dip -r 1\n1 / 0")
     shown = notebook.ok("%debug")
-    assert re.search(r"^ddip: %debug works only in the notebook, and the error is of rank 1; .*%dipull", shown.stderr)
+    assert re.search(r"^ddip: %debug works only in the notebook, and the error is on rank 1; .*%dipull", shown.stderr)
     assert shown.stdout == ""
     notebook.fails("%dipull nowhere")
     assert "the last error is a message of ddip" in notebook.ok("%debug").stderr

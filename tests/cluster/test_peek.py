@@ -127,9 +127,9 @@ def test_an_operation_that_may_have_written_in_part_is_named(
         assert cells.peek(["rank"]) == {"rank": 0} and capsys.readouterr().err == ""
         cells.peek(["x"])
     stderr = capsys.readouterr().err
-    assert re.search("rank 0 was inside all_reduce, .* line 12 meanwhile: a tensor that it writes to may", stderr), (
-        stderr
-    )
+    assert re.search(
+        "rank 0 was inside all_reduce, .* line 12 during the pull; a tensor that it writes to may", stderr
+    ), stderr
 
 
 @pytest.mark.native("pause")
@@ -425,6 +425,6 @@ def test_the_magic_pulls_a_snapshot(notebook: Notebook) -> None:
     assert "rank 0 has no variable nix yet" in notebook.run("%dipull --now nix").message
     notebook.ok("open('end', 'w').close(); cell.join()")
     assert notebook.run("%dipull step -t 3").message == (
-        "%dipull step -t 3: -t needs --now; a pull waits until the rank is free"
+        "%dipull step -t 3: -t works only with --now; leave it out, or add --now"
     )
     assert "-t 0: type a number of seconds" in notebook.run("%dipull --now step -t 0").message

@@ -196,7 +196,7 @@ def test_a_new_rank_has_the_settings_that_cells_have_changed(
         texts += "the default dtype torch.float64, deterministic algorithms enabled and "
         texts += "the float32 matmul precision 'high' as on rank 0"
         assert group.carried == texts
-        assert "MINE: different on ranks 0, 1, and not set on rank 2" in capsys.readouterr().err
+        assert "MINE differed on ranks 0, 1, so ddip did not set it on rank 2" in capsys.readouterr().err
         group.run(STATE + "if rank == 2: os.environ['MINE'] = '2'\nassert 'LANG_OF_A_TEST' not in os.environ")
         group.run(FRESH)
         assert [values["done"] for values in group.pull_all(["done"], [0, 1, 2])[0]] == undisturbed

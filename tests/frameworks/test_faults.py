@@ -163,7 +163,7 @@ def test_a_loader_of_a_former_size_refuses_to_work(
     group.run(code)
     group.run("items = taken(epoch())")
     group.change(Request(2))
-    assert "made for 3 ranks and refuse to work; recreate them: " in capsys.readouterr().err
+    assert "belong to the former group of 3 ranks, and raise errors now; recreate them: " in capsys.readouterr().err
     with pytest.raises(ddip.CellError):  # accelerate has its own message
         group.run("items = taken(epoch())")
     group.run(code)

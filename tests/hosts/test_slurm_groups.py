@@ -199,12 +199,12 @@ def test_a_job_close_to_its_end_is_reported_twice(
     monkeypatch.setattr(time_left, "WARN_SECONDS", (600.0, 40.0))
     with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")):
         stderr = capsys.readouterr().err
-        assert stderr.count("save what you need: its ranks end with it") == 1
+        assert stderr.count("save your work: the ranks end with the job") == 1
 
         def is_announced_twice() -> bool:
             nonlocal stderr
             stderr += capsys.readouterr().err
-            return stderr.count("save what you need: its ranks end with it") == 2
+            return stderr.count("save your work: the ranks end with the job") == 2
 
         wait_until(is_announced_twice)
 
@@ -241,7 +241,7 @@ def test_the_remaining_time_of_a_job_is_shown(
         def is_announced() -> bool:
             nonlocal messages
             messages += capsys.readouterr().err
-            return "save what you need: its ranks end with it" in messages
+            return "save your work: the ranks end with the job" in messages
 
         wait_until(is_announced)
 

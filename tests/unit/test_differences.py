@@ -233,7 +233,7 @@ def test_a_training_fault_before_any_recorded_state_says_so(
         for rank in range(2):
             group.engine(rank).iteration = None
         group.run("pass")
-        expected = "no state had been recorded before: only counters, optimizers and generators were compared"
+        expected = "ddip had no earlier state, so it compared only counters, optimizers and generators"
         assert (expected in capsys.readouterr().err) == (iteration is not None)
 
 

@@ -359,7 +359,7 @@ def test_a_new_rank_gets_settings_on_which_the_others_agree(
     assert group.carried == "LR as on rank 0"
     stderr = capsys.readouterr().err
     assert "rank 2 could not copy the working directory /x from rank 0: FileNotFoundError: no such directory" in stderr
-    assert "MINE: different on ranks 0, 1, and not set on rank 2" in stderr
+    assert "MINE differed on ranks 0, 1, so ddip did not set it on rank 2" in stderr
 
 
 def test_a_rank_on_which_every_cell_fails_is_replaced(new_group: NewGroup) -> None:

@@ -64,7 +64,7 @@ def test_a_digest_shows_whether_a_module_has_changed() -> None:
         ("torch", "installed module"),
         ("json", "installed module"),
         ("ddip", "installed module"),
-        ("sys", "part of Python"),
+        ("sys", "belongs to Python"),
         ("mine_nowhere", "sys.path"),
         ("__main__", "%dipush copies"),
         ("pkg.sub", "; type %dipush --modules pkg"),

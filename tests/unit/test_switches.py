@@ -63,5 +63,5 @@ def test_the_start_lists_disabled_mechanisms(new_group: NewGroup, capsys: pytest
         engine.hello["native_off"] = [switches.PAUSE]
 
     group = new_group(2, script=script)
-    assert f"off by DDIP_NATIVE or a self-test: {switches.LOST[switches.PAUSE]}" in capsys.readouterr().err
+    assert f"DDIP_NATIVE or a failed self-test turned off: {switches.LOST[switches.PAUSE]}" in capsys.readouterr().err
     assert group.ranks.can_unblock

@@ -17,8 +17,8 @@ from ddip.output.progress import Progress
     [
         (3, 0, ((3,), {}), ""),
         (3, 4, ((), {"gpus": range(3)}), ""),
-        (3, 2, ((3,), {}), "ddip: there are 2 GPUs for 3 ranks, so they run on the CPU\n"),
-        (2, 1, ((2,), {}), "ddip: there is 1 GPU for 2 ranks, so they run on the CPU\n"),
+        (3, 2, ((3,), {}), "ddip: the 3 ranks run on the CPU: this machine has only 2 GPUs\n"),
+        (2, 1, ((2,), {}), "ddip: the 2 ranks run on the CPU: this machine has only 1 GPU\n"),
         (None, 4, ((None,), {}), ""),
     ],
 )

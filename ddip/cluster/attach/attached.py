@@ -68,7 +68,7 @@ def ask_engines(client: Client, engines: Sequence[int], expression: str) -> list
         except NoAnswer:
             raise GroupError(f"engine {engine} of that cluster has not answered for {ANSWER_SECONDS:g} s") from None
         except KeyError:
-            raise GroupError(f"engine {engine} of that cluster does not accept requests of this kind") from None
+            raise GroupError(f"engine {engine} of that cluster cannot evaluate expressions for ddip") from None
         if value["status"] != "ok":
             raise GroupError(f"engine {engine} of that cluster: {value.get('ename')}: {value.get('evalue')}")
         values.append(ast.literal_eval(value["data"]["text/plain"]))

@@ -104,7 +104,9 @@ class NearEnd:
             if self._link.fault:
                 raise GroupError(self._link.fault)
             if self._engine not in self._client.ids:
-                raise GroupError(f"engine {self._engine} of that cluster, which connected its host, has ended")
+                raise GroupError(
+                    f"engine {self._engine} of that cluster has ended, and with it the connection to its host"
+                )
             if silent == 1:
                 controller_answer = None
             if silent > LOST_BEATS // 2 and controller_answer is None:

@@ -202,7 +202,7 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
         if state == "RUNNING":
             return
         if state not in ("PENDING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
-            raise GroupError(f"job {job} ended before it ran ({state.lower() or 'it has left the queue'})")
+            raise GroupError(f"job {job} ended before it started ({state.lower() or 'it has left the queue'})")
         progress(f"ddip: job {job} is {state.lower()}{f' ({why})' if why not in ('', 'None') else ''}; stop cancels it")
         time.sleep(POLL_SECONDS)
 

@@ -197,8 +197,8 @@ class OwnCluster(OnHosts, Channels):
         """
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(
-                f"no new process can reach the group: the folder of its sockets, {self.run_folder}, has been emptied; "
-                "the running ranks remain usable; %makedip -r restarts the group"
+                f"no new rank can join: the folder of the group's sockets, {self.run_folder}, was emptied; the "
+                "running ranks remain usable; %makedip -r restarts the group"
             )
         engines = list(range(self._engines_started, self._engines_started + len(specs)))
         self._engines_started += len(specs)

@@ -264,12 +264,11 @@ class Cells:
         cell = running.cell
         while before:
             if not running.wait_for(before):
-                problem = "and the group was ended" if self._ended else "and was stopped"
-                raise GroupError(f"{cell.text} waited for {ranks_text(cell.ranks)}, {problem}; it did not run")
+                why = "the group was ended" if self._ended else "it was stopped"
+                raise GroupError(f"{cell.text} did not run: {why} while it waited for {ranks_text(cell.ranks)}")
             failed = next((other for other in before if other.outcome not in (None, "ok")), None)
             if failed is not None:
-                problem = f"{failed.text}, for which {cell.text} waited, {failed.outcome_text}"
-                raise GroupError(f"{problem}; {cell.text} did not run")
+                raise GroupError(f"{cell.text} did not run: it waited for {failed.text}, which {failed.outcome_text}")
             before = self._cells_before(cell)
 
     def _run_to_end(self, running: RunningCell, unmatched: bool, asked: CellOptions | None) -> None:

@@ -39,10 +39,10 @@ MOST_PATHS = 10_000
 MOST_LINES, MOST_VALUES = 8, 8
 ABSENT = (0, 0)
 CUT = (
-    "the variables hold more objects than are compared after a fault: differences deep inside large lists and "
-    "dictionaries are not named"
+    "ddip compares only a part of so many objects after a fault, so it may not name differences deep inside large "
+    "lists and dictionaries"
 )
-NO_HISTORY = "no state had been recorded before: only counters, optimizers and generators were compared"
+NO_HISTORY = "ddip had no earlier state, so it compared only counters, optimizers and generators"
 CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
 """Roles of objects whose differences ``%dipcheck`` reports even if they are by design."""
 SYNC = "%dipsync {name} copies rank 0's"
@@ -188,7 +188,7 @@ class Differences:
         if paths:
             more = f" and {len(paths) - MOST_LINES} more" if len(paths) > MOST_LINES else ""
             notify(
-                f"these objects were made for {size} ranks and refuse to work; recreate them: "
+                f"these objects belong to the former group of {size} ranks, and raise errors now; recreate them: "
                 f"{', '.join(paths[:MOST_LINES])}{more}"
             )
 
@@ -209,7 +209,7 @@ class Differences:
         unknown = ", ".join(name for name in names if not any(name in answer["names"] for answer in answers))
         if unknown:
             raise BadInput(
-                f"%dipcheck: no rank has a variable {unknown} with a state to compare; %dipcheck compares all"
+                f"%dipcheck: {unknown} is not a variable with a state on any rank; type %dipcheck to compare all"
             )
         by_advice: dict[tuple[str, str, str], list[int]] = {}
         for rank, answer in enumerate(answers):

@@ -103,7 +103,7 @@ class Engines:
         native = [name for name in switches.LOST if any(name in hello["native_off"] for hello in hellos)]
         self._ranks.can_unblock = self._ranks.can_unblock and switches.SOCKETS not in native
         if new := self._unreported(native):
-            notify(f"off by DDIP_NATIVE or a self-test: {'; '.join(switches.LOST[name] for name in new)}")
+            notify(f"DDIP_NATIVE or a failed self-test turned off: {'; '.join(switches.LOST[name] for name in new)}")
         off: dict[str, list[str]] = {}
         for by_library in (self._ranks.cluster.off, *(hello["off"] for hello in hellos)):
             for library, features in by_library.items():
@@ -157,10 +157,8 @@ def _check_version(hellos: Sequence[Hello]) -> None:
     mismatched = [hello for hello in hellos if hello.get("version", 0) != on_rank.VERSION]
     if mismatched:
         where, version = f"pid {mismatched[0]['pid']} on {mismatched[0]['host']}", mismatched[0].get("version", 0)
-        problem = f"{where} speaks version {version} of ddip's protocol"
-        raise GroupError(
-            f"{problem}, the notebook version {on_rank.VERSION}; install the same ddip for both, and restart"
-        )
+        problem = f"{where} uses version {version} of ddip's protocol, and the notebook version {on_rank.VERSION}"
+        raise GroupError(f"{problem}; install the same ddip for both, and restart")
 
 
 def _check_torch(spec: GroupSpec, hello: Hello) -> None:

@@ -238,7 +238,9 @@ def place_group(request: Request, hosts: Sequence[HostDevices], nccl_shares: boo
     on_gpus = {gpus[0] is not None: host for gpus, host in zip(placed, hosts, strict=True)}
     if len(on_gpus) > 1:
         with_gpus, without = on_gpus[True].name or "this machine", on_gpus[False].name or "this machine"
-        raise BadInput(f"{with_gpus} has GPUs and {without} none: type -n for ranks on the CPU of each, or other hosts")
+        raise BadInput(
+            f"{with_gpus} has GPUs and {without} has none; type -n for ranks on the CPUs of both, or choose other hosts"
+        )
     gpus = tuple(gpu for on_host in placed for gpu in on_host)
     on = tuple(number for number, on_host in enumerate(placed) for _ in on_host) if len(hosts) > 1 else ()
     backend = request.backend
@@ -268,7 +270,7 @@ def _place_on_host(request: Request, count: int | None, host: HostDevices) -> tu
             if asked is not None and asked != len(chosen):
                 raise BadInput(
                     f"{option} and -g with {len(chosen)} GPUs: leave out {'-n' if asked is n else 'the number'}, "
-                    "-g starts one rank on each of its GPUs"
+                    "because -g starts one rank on each of its GPUs"
                 )
         return chosen
     if n is not None and count is not None and n != count:

@@ -197,9 +197,9 @@ class Ranks(Members):
         if pressed:
             button.take()
             if stuck and slow_hosts:
-                rest = f"{_rest_text(size)} for {', '.join(slow_hosts)}; the next cell waits for that"
+                rest = f"{_rest_text(size)} for {', '.join(slow_hosts)}; the next cell waits for it"
                 raise RequestInterrupted(
-                    f"{doing} was interrupted on {ranks_text(unfinished)}; a slow link still has {rest}"
+                    f"{doing} was interrupted on {ranks_text(unfinished)}; a slow link still carries {rest}"
                 )
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
 

@@ -41,7 +41,7 @@ class TimeLeft:
         remaining, job = first
         passed = sum(remaining <= seconds for seconds in WARN_SECONDS)
         if passed > self._warnings_given:
-            notify(f"{_remaining_text(remaining, job)}; save what you need: its ranks end with it")
+            notify(f"{_remaining_text(remaining, job)}; save your work: the ranks end with the job")
         self._warnings_given = passed
         if passed < len(WARN_SECONDS):
             self._timer = threading.Timer(

@@ -37,7 +37,7 @@ def ensure_same_hosts(request: Request, old: Request) -> None:
         request.reach.attached.ensure_enough()
     if names != old_names or request.reach.asked != old.reach.asked:
         where = ",".join(old_names) or "this machine"
-        raise BadInput(f"the group is on {where}; to restart on other hosts, or in another way, also type -r")
+        raise BadInput(f"the group runs on {where}; add -r to restart it on other hosts or in another way")
 
 
 def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bool]) -> list[int]:

@@ -157,7 +157,7 @@ def _path_of(name: str) -> Path:
         )
     place = Path(folders[0] if folders else spec.origin or "")
     if not folders and (spec.origin in ("built-in", "frozen") or not spec.has_location):
-        raise BadInput(f"{MAGIC} {name}: {name} is a part of Python, which every host has")
+        raise BadInput(f"{MAGIC} {name}: {name} belongs to Python, so every host has it; leave it out")
     if not folders and place.name.endswith(COMPILED):
         raise BadInput(f"{MAGIC} {name}: {name} is compiled ({place.name}); {INSTALL}")
     if not (place.is_dir() if folders else place.is_file() and place.suffix == ".py"):
@@ -198,7 +198,7 @@ def _walk_files(name: str, root: Path) -> Iterator[Path]:
             if path.is_symlink() and not path.exists():
                 raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.readlink()}, which does not exist")
             if path.is_symlink() and (path.is_dir() or not path.resolve().is_relative_to(root)):
-                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.resolve()}; put what it needs into {root}")
+                raise BadInput(f"{MAGIC} {name}: {path} is a link to {path.resolve()}; copy that into {root}")
             if entry.endswith(COMPILED):
                 raise BadInput(f"{MAGIC} {name}: it has a compiled part, {path.relative_to(root)}; {INSTALL}")
             if stat.S_ISREG(path.stat().st_mode):

@@ -132,7 +132,7 @@ class RendezvousFactory:
         """Let `rank` serve the store; return the port."""
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:
-            problem = f"rank {rank} has not served the group's store at {address} for {NEEDED_SECONDS:g} s"
+            problem = f"rank {rank} did not open the group's store at {address} within {NEEDED_SECONDS:g} s"
             raise RequestFailed(problem, {}, [rank])
         return answer
 

@@ -112,7 +112,7 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
                 notify(f"rank {rank} could not copy {what} from rank {kept[0]}: {error}")
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
-        notify(f"{what}: different on {ranks_text(kept)}, and not set on {ranks_text(new)}")
+        notify(f"{what} differed on {ranks_text(kept)}, so ddip did not set it on {ranks_text(new)}")
     texts = list(dict.fromkeys(what for answer in failures.values() for what, error in answer if not error))
     return f"{_join_texts(texts)} as on rank {kept[0]}" if texts else ""
 

@@ -36,7 +36,7 @@ SECONDS = 5.0
 """Default limit of the time that a rank may take to pickle, and to send a part of a large object."""
 WHERE_SECONDS = 1.0
 """Time that a rank that was too slow may take to report its location."""
-INSIDE = "inside {inside} meanwhile: a tensor that it writes to may be half-written"
+INSIDE = "inside {inside} during the pull; a tensor that it writes to may be half-written"
 _numbers = itertools.count(1)
 
 
@@ -149,8 +149,7 @@ class _Peek:
         if reply["missing"] and reply["busy"]:
             lack = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
             raise TransferError(
-                f"nothing was pulled: {lack}; it is available once the cell has assigned it, unless it is local to a "
-                "function"
+                f"nothing was pulled: {lack}; try again once the cell has assigned it, unless it is local to a function"
             )
 
     def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:

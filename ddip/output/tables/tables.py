@@ -59,7 +59,7 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 def where_text(seconds: Mapping[int, float], *, name_slowest: bool = True) -> str:
     """Format the ranks and duration of a cell, with the slowest rank if it clearly lags.
 
-    `name_slowest` is False for a failed cell, in which the rank that took longest may only have waited for the failed one.
+    `name_slowest` is False for a failed cell: the rank that took longest may only have waited for the one that failed.
     """
     if not seconds:
         return ""
