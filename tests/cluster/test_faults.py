@@ -150,7 +150,7 @@ def waiting_pattern(stage: str) -> str:
     return rf"{name}, cell \[\d+\] line 2" if name else r"cell \[\d+\] line 2"
 
 
-@on_stages("all_reduce", "DDP backward")
+@on_stages("all_reduce")
 @pytest.mark.native("sockets")
 def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
     with raises_on_ranks({0: "ValueError"}, dict.fromkeys((1, 2, 3), "")) as caught:
@@ -182,7 +182,7 @@ def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group
     prove_ranks_work(four_ranks)
 
 
-@on_stages("all_reduce", "DDP backward")
+@on_stages("all_reduce")
 @pytest.mark.native("sockets")
 def test_one_rank_dies_and_the_others_wait(four_ranks: ddip.Group, stage: str) -> None:
     pid = four_ranks.members[0].pid

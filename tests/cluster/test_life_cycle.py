@@ -230,16 +230,16 @@ def test_a_forked_process_gets_an_error_instead_of_the_group(group: ddip.Group) 
     group.run("assert rank >= 0")
 
 
-def test_twenty_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> None:
+def test_repeated_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     notebook.ok("%makedip -n 2\n%makedip -k")
     before = notebook.descriptors(), notebook.threads()
-    for _ in range(20):
+    for _ in range(8):
         notebook.ok("%makedip -n 2")
         notebook.ok("%makedip -k")
         assert processes_of(notebook.pid) == []
         assert files_of(notebook.pid) == []
-    # A leak would be 20 of them
+    # A leak would be 8 of them
     wait_until(lambda: notebook.descriptors() <= before[0] and notebook.threads() <= before[1])
 
 

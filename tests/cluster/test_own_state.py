@@ -200,6 +200,7 @@ PARTS = [(SAVE, "(4, 5)"), (RESTORE, "(4,)"), (f"{LOSE}\n{RESTORE}", "(4,)")]
 SOME = [pytest.param(*part, 30, marks=pytest.mark.grid) for part in PARTS]
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("cell", "steps", "every"), [(SAVE, "(4, 5)", 60), *SOME])
 def test_a_death_at_any_line(
@@ -298,6 +299,7 @@ def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
     ranks.run("for seed in range(2): train_one(seed, name=f'seed {seed}')")
 
 
+@pytest.mark.grid
 def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE)

@@ -125,7 +125,7 @@ def test_the_stop_button_ends_a_wait_for_another_rank(ranks: ddip.Group, wait: s
 @pytest.mark.parametrize(
     "wait",
     [
-        *few([wait for wait in IN_RPC if wait != "RPC, before its group"], "RPC, through a file"),
+        *few([wait for wait in IN_RPC if wait != "RPC, before its group"]),
         pytest.param("RPC, before its group", marks=[pytest.mark.grid, pytest.mark.native("sockets")]),
     ],
 )
