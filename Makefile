@@ -2,7 +2,7 @@
 # make test           create the environment, and run all tests
 # make test-ten       run all tests ten times, with one core busy
 # make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
-#                     and all grids; ARGS=--half for half of the grids, as in CI
+#                     and all grids; ARGS=--quarter for a quarter of the grids, as in CI
 # make test-long      run more tests of the same kinds, which CI leaves out
 # make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's, lowest for
 #                     the lowest versions that setup.cfg allows, between for versions between these and the newest
@@ -67,7 +67,7 @@ HOSTS := $(BIN)/python -m tests.hosts.network
 INSTALL := SYSTEMD_OFFLINE=1 DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends
 test-hosts: $(READY)
 	missing="$$($(HOSTS) missing)"; test -z "$$missing" || { apt-get -qq update && $(INSTALL) $$missing; } > /dev/null
-	$(BIN)/python -m tests.hosts.two_at_once $(ARGS)
+	$(BIN)/python -m tests.hosts.three_at_once $(ARGS)
 
 VERSION ?= 3.14
 test-python:

@@ -150,7 +150,7 @@ shell.run_line_magic("makedip", "-k")
 """
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_missing_names_in_the_notebook_turn_off_only_their_feature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

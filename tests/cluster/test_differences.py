@@ -125,6 +125,7 @@ def test_a_fault_within_a_step_is_named_and_synced(
     assert [row.what for row in cells.check(["job"]).rows if ".running_" not in row.what] == []
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_difference_is_named_again_until_it_is_resolved(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ def prove_repaired(group: ddip.Group) -> None:
     """)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_a_rank_with_a_half_sent_message_is_unblocked(two_ranks: ddip.Group, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 

@@ -23,7 +23,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[ddip.Group]:
         yield group
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_a_rank_waiting_for_a_failed_one_is_replaced(ranks: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="(?s)^rank 1: ValueError.*\nrank 0 .*--repair"):
         ranks.run("kept = rank\nif rank == 1: raise ValueError\ndist.barrier()", timeout=60)

@@ -164,6 +164,7 @@ def test_each_rank_restores_its_own_state(ranks: ddip.Group, kind: str, tmp_path
         ranks.run(f"state.forget(); make({kind}); train(0, 4)")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_failed_save_and_fatal_restore_lose_one_save(ranks: ddip.Group, tmp_path: Path) -> None:
     write_expected_and_train(ranks, "ensemble", tmp_path)
     with pytest.raises(ddip.CellError, match="planted"):
@@ -299,7 +300,7 @@ def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
     ranks.run("for seed in range(2): train_one(seed, name=f'seed {seed}')")
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE)

@@ -71,7 +71,7 @@ def ranks(cells: ddip.Group) -> ddip.Group:
     return cells
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_an_interrupted_context_exit_still_restores_its_settings(ranks: ddip.Group) -> None:
     """Test all kinds in one group, so that each starts with what the previous ones left."""
     ranks.run("undisturbed = train()")
@@ -180,7 +180,7 @@ done = losses, [p.tolist() for p in net.parameters()], os.environ["MINE"], state
 """
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_a_new_rank_has_the_settings_that_cells_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

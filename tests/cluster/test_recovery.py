@@ -346,7 +346,7 @@ def test_a_stop_leaves_no_lock_closed_and_no_context_entered(cells: ddip.Group, 
             cells.run("assert lock.acquire(blocking=False); lock.release()\nassert torch.is_grad_enabled()")
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_an_interrupt_during_another_leaves_no_lock_closed(cells: ddip.Group) -> None:
     cells.run("""
         import os, signal, threading
@@ -713,7 +713,7 @@ def test_a_repair_suffices_for_every_kind_of_damage(cells: ddip.Group, kind: str
     prove_repair(cells, KINDS[kind])
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_a_rank_dying_while_gloo_connects_delays_others_briefly(cells: ddip.Group) -> None:
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")

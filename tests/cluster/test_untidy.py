@@ -62,6 +62,7 @@ def use_group(notebook: Notebook) -> None:
     notebook.ok("%makedip -k")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_group_starts_despite_errors_in_the_users_profile(
     tmp_path: Path, new_notebook: Callable[[], Notebook], monkeypatch: pytest.MonkeyPatch
 ) -> None:

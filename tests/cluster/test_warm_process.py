@@ -45,7 +45,7 @@ def rank_parents(notebook: Notebook) -> set[int]:
     return {int(pid) for pid in notebook.ok("print(*parents)").stdout.split()}
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_loading_starts_the_preload_process_for_every_start(new_notebook: NewNotebook) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\nimport psutil, sys")

@@ -69,6 +69,7 @@ def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Grou
         assert now < then + 6_000  # a leak was 50 000 objects
 
 
+@pytest.mark.grid(in_ci=True)
 def test_failed_or_long_cells_leave_nothing_on_a_rank(cells: ddip.Group) -> None:
     """IPython keeps each traceback and all printed text, which would slow down later cells."""
     count = "import gc\ngc.collect()\ncount = sum(type(one) in (dict, list) for one in gc.get_objects())"

@@ -1,6 +1,6 @@
-"""Run the files of tests/hosts, two at once, each in its own network of hosts, because most of them wait.
+"""Run the files of tests/hosts, three at once, each in its own network of hosts, because most of them wait.
 
-Run as ``python -m tests.hosts.two_at_once``, with pytest options.
+Run as ``python -m tests.hosts.three_at_once``, with pytest options.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_file(file: Path, options: list[str]) -> subprocess.CompletedProcess[str]
 def main(options: list[str]) -> int:
     """Return 1 if a test has failed, or if there was none."""
     files = sorted(HERE.glob("test_*.py"), key=lambda file: file.stat().st_size, reverse=True)  # long ones first
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         codes = []
         for done in as_completed([pool.submit(run_file, file, options) for file in files]):
             codes.append(done.result().returncode)
