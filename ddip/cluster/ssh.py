@@ -25,6 +25,7 @@ NOT_BEGUN = (
     "ddip's command has not begun there; ssh may still be connecting, or a line of its ~/.bashrc or ~/.profile waits "
     "for input or starts another shell: try `ssh {host} true < /dev/null` in a terminal"
 )
+LINK = "try again once `ssh {host} true` works in a terminal"
 DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, another host takes its place"
 
 
@@ -104,6 +105,8 @@ def explain_failure(host: str, output: str, python: str, setup: str) -> str:
         ("No such file", missing),
         ("onnection timed out", DOWN),
         ("No route to host", DOWN),
+        ("onnection refused", "does sshd run there, and on that port?"),
+        ("has sent nothing", LINK.format(host=host)),
     )
     cure = next((cure for sign, cure in cures if sign in output), "")
     return f"{host}: {last or 'ssh ended without a message'}" + (f"; {cure}" if cure else "")

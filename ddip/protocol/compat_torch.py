@@ -38,6 +38,8 @@ FEATURES = {
         f"{_DDP}._build_debug_param_to_name_mapping",
         f"{_DDP}._get_ddp_logging_data",
         f"{_DDP}._register_builtin_comm_hook",
+        "torch.distributed._compute_bucket_assignment_by_size",
+        f"{_REDUCER}._rebuild_buckets",
         f"{_REDUCER}._remove_autograd_hooks",
         f"{_REDUCER}._set_static_graph",
     ),

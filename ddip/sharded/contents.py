@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,12 @@ KINDS = "kinds"
 """Name of the unit with the class names of optimizer and others."""
 BROADCAST = "broadcast"
 """Name of the unit with the names of DDP's buffers, which DDP sends from rank 0 to all before each forward pass."""
+BUCKETS = "buckets"
+"""Name of the unit with DDP's buckets, which decide the order of its sums."""
+buckets_of: Callable[[DistributedDataParallel], Any] | None = None
+"""Set in ddip's ranks: returns the buckets of a wrapper between two steps; all ranks call it."""
+use_buckets: Callable[[DistributedDataParallel, Any], None] | None = None
+"""Set in ddip's ranks: gives a wrapper such buckets; all ranks call it."""
 NUMBERS = (int, float, str, bool, type(None))
 OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
 """Attributes of samplers that belong to the current group, not to the training."""
@@ -77,6 +83,13 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
     return units | {f"generators.{name}": state for name, state in _process_generators().items()}
 
 
+def bucket_units(model: torch.nn.Module) -> Units:
+    """Return the unit with DDP's buckets, if there is one. All ranks must call this, between two steps."""
+    if isinstance(model, DistributedDataParallel) and buckets_of is not None:
+        return {BUCKETS: buckets_of(model)}
+    return {}
+
+
 def load_units(
     units: Units, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
 ) -> None:
@@ -89,6 +102,8 @@ def load_units(
     for name in state:
         state[name] = units.get(f"model.{name}", state[name])
     model.load_state_dict(state)
+    if isinstance(model, DistributedDataParallel) and use_buckets is not None and BUCKETS in units:
+        use_buckets(model, units[BUCKETS])
     for parameter in model.parameters():
         parameter.grad = None
     if optimizer is not None:

@@ -256,7 +256,8 @@ class DistState:
         """Return all tensors and their layouts; raise ValueError for state that could not be restored."""
         self._ensure_one_model()
         try:
-            tensors, rest = contents.take_apart(contents.units_of(*self._objects))
+            units = contents.units_of(*self._objects) | contents.bucket_units(self._model)
+            tensors, rest = contents.take_apart(units)
             tensors[STRUCTURE] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
             return tensors, {name: contents.layout_of(name, tensor) for name, tensor in tensors.items()}
         except ValueError as error:

@@ -73,8 +73,8 @@ def remount(host: Host, options: str) -> None:
 
 
 def restart_sshd(host: Host) -> None:
-    """End the processes of sshd's connections, as a restart that closes them does."""
-    host.run(["pkill", "-f", "^sshd: "], check=False)
+    """End the processes of sshd's connections, as a restart that closes them does; the host's first process listens."""
+    host.run(["pkill", "-f", "^sshd: .*@"], check=False)
 
 
 FAULTS: dict[str, Fault] = {

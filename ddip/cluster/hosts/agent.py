@@ -48,6 +48,8 @@ MARKER = b"\n#ddip agent 1\n"
 """Separates the shell's output from the protocol, whose version is the number in it."""
 PROFILE = "profile"
 """IPython profile of the ranks, in the run folder, so that ipyparallel's files are removed with it."""
+BEGIN_SECONDS = 30
+"""Limit of the wait for the first message, which the notebook sends as soon as it has read MARKER."""
 LOOK_SECONDS = 0.5
 """Interval between checks of the connection."""
 LOG_BYTES = 1 << 16
@@ -82,7 +84,9 @@ class Agent:
         self._logs: dict[int, Path] = {}
         self._marks: dict[int, int] = {}
         """Size of each log in bytes when the last cell was sent."""
+        signal.alarm(BEGIN_SECONDS)  # ends the process: a notebook that is lost before its first message sends no beats
         begin: Begin = json.loads(near.recv_bytes())["begin"]
+        signal.alarm(0)
         self._watch = links.Watch(_ssh_ports, begin.get("relayed", False))
         os.environ.update(begin["variables"])
         os.environ["JPY_SESSION_NAME"] = begin["notebook"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,7 @@ class Ssh(Way):
 
     def explain_failure(self, host: RemoteHost) -> str:
         """Explain why the agent of `host` did not start, or has not started yet, from the output of ssh."""
-        if not host.shell_has_run and host.exit_code != SSH_FAILED:
+        if not host.shell_has_run and host.exit_code not in (SSH_FAILED, -signal.SIGKILL):  # a cut link: ddip kills ssh
             last = host.said.rpartition("\n")[2]
             why = ssh.NOT_BEGUN.format(host=host.name) if host.exit_code is None else ssh.NOT_RUN
             return f"{host.name}: {why}" + (f" (its last output: {last!r})" if last else "")

@@ -1,7 +1,12 @@
 """Replace a DDP wrapper's reducer in place, which makes the wrapper ready for a forward pass.
 
-The wrapper keeps its settings and hooks. The reducer is a C++ object that cannot be reset. A new one has the buckets
-of a first step, so all ranks must replace theirs together.
+The wrapper keeps its settings and hooks. The reducer is a C++ object that cannot be reset. A new one takes a first
+step, so all ranks must replace theirs together.
+
+A reducer sums gradients in buckets. For its first step, torch fills them in the order of the parameters, and then once
+again, in the order in which the gradients arrive. With three ranks or more, a gradient's position in its bucket decides
+in which order the gradients of the ranks are added, and so the last digit of the sum. A new reducer therefore gets the
+buckets of the former one, and ``dist_state`` gives them to a recreated wrapper.
 ``tests/unit/test_private_names.py`` fails when a release of torch changes what is used here.
 """
 
@@ -9,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined]
 from torch.distributed.algorithms import join
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +38,12 @@ GROUPS = ("process_group", "subgroup")
 """Attributes of these states that hold a process group."""
 BUILTIN = "BuiltinCommHookType."
 """Prefix of the names of torch's C++ communication hooks."""
+Buckets = list[list[int]]
+"""Indices of the parameters in each bucket, in the order of the sums."""
+_buckets: weakref.WeakKeyDictionary[torch.nn.Module, Buckets] = weakref.WeakKeyDictionary()
+"""Buckets of each wrapper's reducer; without an entry, those of torch's first step."""
+_final: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Wrappers that have taken a first step, and whose buckets are in `_buckets`."""
 _trained: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 """Names of the parameters in each wrapper's reducer: those that required a gradient when the wrapper was made."""
 
@@ -48,6 +61,35 @@ def trained_in(module: torch.nn.Module) -> frozenset[str]:
 def trained_by(wrapper: Any) -> frozenset[str]:
     """Return the names of the parameters that the reducer of `wrapper` manages; some may be frozen by now."""
     return _trained.get(wrapper) or trained_in(wrapper.module)
+
+
+def buckets_of(wrapper: Any) -> Buckets:
+    """Return the buckets that torch has filled after the first step of `wrapper`; [] before that.
+
+    They are equal on all ranks.
+    """
+    if wrapper not in _final and wrapper.__dict__.get("logger") is not None and wrapper._has_rebuilt_buckets:
+        wrapper.logger.set_runtime_stats_and_log()
+        if text := str(wrapper._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")):
+            _buckets[wrapper] = [[int(index) for index in bucket.split()] for bucket in text.split(",")]
+            _final.add(wrapper)
+    return _buckets.get(wrapper, [])
+
+
+def next_buckets(wrapper: Any) -> Buckets:
+    """Return the buckets of the next step of `wrapper`; after the first one, torch fills them now instead of then.
+
+    All ranks must call this between two steps.
+    """
+    if wrapper.__dict__.get("reducer") is not None and wrapper.reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
+    return buckets_of(wrapper)
+
+
+def use_buckets(wrapper: Any, buckets: Buckets) -> None:
+    """Give `wrapper` a reducer with these buckets if its own has those of torch's first step."""
+    if buckets and wrapper.__dict__.get("reducer") is not None and not buckets_of(wrapper):
+        replace_reducer(wrapper, builtin_hook(wrapper), buckets)
 
 
 def remove_reducer(wrapper: torch.nn.Module) -> None:
@@ -71,9 +113,10 @@ def builtin_hook(wrapper: Any) -> str:
     return name.removeprefix(BUILTIN) if name.startswith(BUILTIN) else ""
 
 
-def replace_reducer(wrapper: Any, builtin: str = "") -> None:
+def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets) -> None:
     """Give `wrapper` a new reducer with its former communication hook; `builtin` names a C++ hook.
 
+    Its first step uses `buckets`, which must be equal on all ranks; empty: those of torch.
     States of torch's own hooks are reset, because they depend on the buckets and on the steps of this rank.
     """
     attributes = wrapper.__dict__
@@ -84,7 +127,8 @@ def replace_reducer(wrapper: Any, builtin: str = "") -> None:
     with _with_initial_gradients(wrapper):
         parameters, sparse = wrapper._build_params_for_reducer()
         names = wrapper._build_debug_param_to_name_mapping(parameters)
-        wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+        with _with_buckets(wrapper, parameters, buckets):
+            wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
     if wrapper.static_graph:
         wrapper.reducer._set_static_graph()
         wrapper.logger._set_static_graph()
@@ -146,6 +190,30 @@ def of_this_world(state: Any) -> Any:
 def is_averaging(state: Any) -> bool:
     """Return whether a communication hook with this state leaves the same gradients on all ranks."""
     return state is None or state is c10d.default_group() or type(state).__name__ == "PowerSGDState"
+
+
+@contextlib.contextmanager
+def _with_buckets(wrapper: Any, parameters: list[torch.nn.Parameter], buckets: Buckets) -> Iterator[None]:
+    """Have DDP use `buckets` for the reducer that it creates in the block, if they contain each parameter once."""
+    _buckets.pop(wrapper, None)
+    _final.discard(wrapper)
+    if sorted(itertools.chain(*buckets)) != list(range(len(parameters))):
+        yield
+        return
+    assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assign_buckets(tensors: Any, *arguments: Any) -> Any:
+        found = assign(tensors, *arguments)
+        if tensors is not parameters:
+            return found
+        return buckets[::-1], [found[1][0]] * len(buckets)  # DDP reverses both
+
+    dist._compute_bucket_assignment_by_size = assign_buckets  # type: ignore[assignment, attr-defined]
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = assign  # type: ignore[attr-defined]
+    _buckets[wrapper] = buckets
 
 
 @contextlib.contextmanager

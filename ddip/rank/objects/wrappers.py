@@ -33,6 +33,7 @@ from ddip.rank.objects import changes, reducers
 from ddip.rank.objects.live_objects import all_objects
 from ddip.rank.runtime import c10d
 from ddip.rank.runtime.housekeeping import collect_garbage
+from ddip.sharded import contents
 
 WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -70,6 +71,8 @@ _error_texts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyD
 """Error texts of these hooks."""
 _builtin_hooks: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 """Names of the C++ communication hooks of revivable wrappers."""
+_former_buckets: weakref.WeakKeyDictionary[torch.nn.Module, reducers.Buckets] = weakref.WeakKeyDictionary()
+"""Buckets of the reducers that revivable wrappers had."""
 _revivable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Retired wrappers that can be revived in the next group."""
 _unreported: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -83,6 +86,8 @@ share_also: Callable[[], None] | None = None
 def watch_creation() -> None:
     """Number DDP wrappers in the order of their creation; call this once per process."""
     register_module_module_registration_hook(_number_wrapper)
+    if compat_torch.is_on(compat_torch.WRAPPERS):
+        contents.buckets_of, contents.use_buckets = reducers.next_buckets, reducers.use_buckets
 
 
 def _number_wrapper(module: torch.nn.Module, name: str, part: Any) -> None:
@@ -120,6 +125,7 @@ def retire_all() -> int:
         if isinstance(wrapper, DistributedDataParallel) and wrapper in _numbers and _can_be_revived(wrapper):
             _revivable.add(wrapper)
             _builtin_hooks[wrapper] = reducers.builtin_hook(wrapper)
+            _former_buckets[wrapper] = reducers.buckets_of(wrapper)
         reducers.remove_reducer(wrapper)
         refuse_use(wrapper, LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS)
         _unreported.add(wrapper)
@@ -217,11 +223,15 @@ def _revive_common() -> list[torch.nn.Module]:
     """Revive the wrappers that all ranks have; return them in the order of rank 0."""
     own_wrappers = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
     fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
+    buckets = {number: _former_buckets.get(wrapper, []) for number, wrapper in own_wrappers.items()}
     of_all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all_ranks, fingerprints)
-    wrappers = [own_wrappers[matched[dist.get_rank()]] for matched in match_fingerprints(of_all_ranks)]
-    for wrapper in wrappers:
-        _revive_wrapper(wrapper)
+    dist.all_gather_object(of_all_ranks, (fingerprints, buckets))
+    wrappers = []
+    for matched in match_fingerprints([fingerprints for fingerprints, _ in of_all_ranks]):
+        # a rank may have failed just before torch filled its buckets
+        packed = [buckets[number] for number, (_, buckets) in zip(matched, of_all_ranks, strict=True)]
+        wrappers.append(own_wrappers[matched[dist.get_rank()]])
+        _revive_wrapper(wrappers[-1], next(filter(None, packed), []))
     return wrappers
 
 
@@ -259,7 +269,7 @@ def _structure_hash(wrapper: torch.nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _revive_wrapper(wrapper: Any) -> None:
+def _revive_wrapper(wrapper: Any, buckets: reducers.Buckets) -> None:
     attributes = wrapper.__dict__
     attributes["_comm_hooks"] = [
         (hook, reducers.of_this_world(state)) for hook, state in attributes.get("_comm_hooks") or []
@@ -268,7 +278,7 @@ def _revive_wrapper(wrapper: Any) -> None:
     delayed_ids = {id(parameter) for parameter in attributes.get("_delay_all_reduce_params") or []}
     delayed_names = {name for name, parameter in wrapper.module.named_parameters() if id(parameter) in delayed_ids}
     c10d.share_state(wrapper.module, attributes["parameters_to_ignore"] - delayed_names, BUCKET_BYTES)
-    reducers.replace_reducer(wrapper, _builtin_hooks.get(wrapper, ""))
+    reducers.replace_reducer(wrapper, _builtin_hooks.get(wrapper, ""), buckets)
     _retired.pop(wrapper).remove()
 
 
@@ -288,7 +298,7 @@ def reset_reducers(wrappers: Sequence[DistributedDataParallel], broken: bool, is
         reducers.restart_settings(wrapper, broken)
         if is_same_group:
             try:
-                reducers.replace_reducer(wrapper, reducers.builtin_hook(wrapper))
+                reducers.replace_reducer(wrapper, reducers.builtin_hook(wrapper), reducers.buckets_of(wrapper))
             except Exception as error:
                 reducers.remove_reducer(wrapper)
                 refuse_use(wrapper, BROKEN.replace("{why}", type(error).__name__))
