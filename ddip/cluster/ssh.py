@@ -107,6 +107,7 @@ def explain_failure(host: str, output: str, python: str, setup: str) -> str:
         ("No route to host", DOWN),
         ("onnection refused", "does sshd run there, and on that port?"),
         ("has sent nothing", LINK.format(host=host)),
+        ("closed by remote host", LINK.format(host=host)),
     )
     cure = next((cure for sign, cure in cures if sign in output), "")
     return f"{host}: {last or 'ssh ended without a message'}" + (f"; {cure}" if cure else "")

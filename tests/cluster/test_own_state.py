@@ -12,6 +12,7 @@ import pytest
 import ddip
 
 from .leftovers import wait_until
+from .variants import few
 
 CODE = """
 import ddip, os, random, signal, sys, torch, torch.distributed as dist
@@ -437,3 +438,37 @@ def test_a_replica_is_stored_once_and_ranks_that_differ_twice(ranks: ddip.Group)
         assert kept(Tensors(torch.tensor([1.0, -1.0]) * (-1) ** rank)) == 4
         assert kept(Tensors(same)) == 2
     """)
+
+
+ORDERS = """
+def orders(first, last):
+    'Train, and return the parameters in the order of the sums of each step.'
+    seen, numbers = [], {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    def look(*_):
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        seen.append([numbers[id(parameter)] for bucket in buckets for parameter in bucket.parameters()])
+    hook = model.module.register_forward_pre_hook(look)
+    train(first, last)
+    hook.remove()
+    return seen
+"""
+ALONE = "if rank == 1: fail()\ndist.barrier()"
+RECREATE = "make(replicas)\nassert state.restore() == {step}"
+FAULTS = {
+    "before the second step": (1, ALONE, RECREATE),
+    "later": (3, ALONE, RECREATE),
+    "with the same wrapper": (3, ALONE, ""),
+    "with the same wrapper and group": (3, "step()\nfail()", ""),
+}
+
+
+@pytest.mark.parametrize("case", few(FAULTS, "before the second step", "with the same wrapper"))
+def test_ddp_adds_gradients_in_the_same_order_after_a_fault(ranks: ddip.Group, case: str) -> None:
+    """With three ranks or more, another order changes the last digit."""
+    step, fault, then = FAULTS[case]
+    ranks.run(f"{ORDERS}\nmake(replicas)\nexpected = orders(0, 5)\nassert expected[0] != expected[1]")
+    ranks.run(f"state.forget()\nmake(replicas)\nassert orders(0, {step}) == expected[:{step}]")
+    with pytest.raises(ddip.CellError, match="planted"):
+        ranks.run(fault)
+    ranks.run(then.format(step=step))
+    ranks.run(f"assert orders({step}, 5) == expected[{step}:]")

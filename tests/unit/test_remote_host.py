@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from ddip.cluster import ssh
 from ddip.cluster.hosts import remote_host
 from ddip.cluster.hosts.remote_host import NOISE_BYTES, RemoteHost
+from ddip.cluster.hosts.ways import Ssh
 from ddip.cluster.processes import links
-from ddip.cluster.processes.host import HostLost
+from ddip.cluster.processes.host import HostLost, ensure_reachable
+from ddip.cluster.reach import Reach
+from ddip.errors import GroupError
 from tests.cluster.leftovers import wait_until
 
 SECONDS = 30.0
@@ -42,3 +47,23 @@ def test_a_shell_that_prints_much_has_run_the_command() -> None:
         host.wait(SECONDS)
     assert host.shell_has_run
     host.close()
+
+
+def test_a_link_cut_before_the_shell_began_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.Watch, "is_lost", lambda watch: True)
+    host = RemoteHost("h1", [sys.executable, "-c", "input()"], "")
+    with pytest.raises(HostLost):
+        host.wait(SECONDS)
+    text = "h1: h1 has sent nothing for 10 s; try again once `ssh h1 true` works in a terminal"
+    assert Ssh(Reach(("h1",))).explain_failure(host) == text
+    with pytest.raises(GroupError, match="h1 was lost while a rank started there .*; once it is reachable, type"):
+        ensure_reachable(host)
+    host.close()
+
+
+def test_an_agent_without_a_first_message_ends() -> None:
+    """The link of its notebook may be cut just before that."""
+    code = "from ddip.cluster.hosts import agent; agent.BEGIN_SECONDS = 1; agent.main()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=subprocess.DEVNULL) as started:
+        assert started.wait(SECONDS) == -signal.SIGALRM

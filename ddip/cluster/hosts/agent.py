@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -52,6 +53,8 @@ BEGIN_SECONDS = 30
 """Limit of the wait for the first message, which the notebook sends as soon as it has read MARKER."""
 LOOK_SECONDS = 0.5
 """Interval between checks of the connection."""
+FULL_BYTES = 1 << 16
+"""Free space in the run folder below which the end of a process is said to have happened on a full disk."""
 LOG_BYTES = 1 << 16
 """Size of the end of a process's log that is sent when it ended."""
 
@@ -179,6 +182,8 @@ class Agent:
             if begin <= len(log):  # else the log was truncated during the cell
                 log = log[begin:]
             text = log[-LOG_BYTES:].decode(errors="replace")
+        if shutil.disk_usage(self.run_folder).free < FULL_BYTES:
+            text += f"\nno space is left in {self.run_folder.parent}\n"
         self.say(exited=number, code=child.exit.result(), log=text)
         # its children hold its connections open, and the other ranks would wait for them
         started = self._started.pop(number, [])

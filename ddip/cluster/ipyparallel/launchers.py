@@ -28,7 +28,7 @@ from ddip.cluster.hosts import agent
 from ddip.cluster.ipp_private import RankClient
 from ddip.cluster.processes import on_host, preload_client
 from ddip.cluster.processes.children import CannotFork, Child
-from ddip.cluster.processes.host import Host, HostLost
+from ddip.cluster.processes.host import Host, HostLost, ensure_reachable
 from ddip.cluster.processes.processes import Proc, end_processes, find_existing
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -219,6 +219,7 @@ class RemoteEngineLauncher(EngineLauncher):
         try:
             await self._follow_child(self._child, lambda pid, number: self.host.begin(on_host.send_signal, pid, number))
         except CannotFork as error:
+            ensure_reachable(self.host)
             raise GroupError(f"{self.host.name}: no rank can start there: {error}") from None
 
     def mark_log(self) -> None:

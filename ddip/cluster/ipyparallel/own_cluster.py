@@ -42,7 +42,7 @@ from ddip.cluster.ipyparallel.launchers import (
 from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end
 from ddip.cluster.processes import ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.processes.host import has_ipython_folder, process_environment
+from ddip.cluster.processes.host import ensure_reachable, has_ipython_folder, process_environment
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -285,9 +285,9 @@ class OwnCluster(OnHosts, Channels):
             code, log = self.exits[ended[0]], self._logs.text(ended[0])
             _check_names(log)
             host = self.host_of(ended[0])
+            ensure_reachable(host)
             where = f" on {host.name}" if host.name else ""
-            why = host.lost or exit_text(code)
-            raise GroupError(f"an engine ended while it started{where} ({why}){log}")
+            raise GroupError(f"an engine ended while it started{where} ({exit_text(code)}){log}")
         self.ensure_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"

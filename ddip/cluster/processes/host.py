@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from ddip.cluster.processes import links, on_host, preload_client
 from ddip.cluster.processes.children import Child
 from ddip.cluster.processes.on_host import Facts
+from ddip.errors import GroupError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,6 +88,13 @@ def wait_for(host: Host, answer: Future[R], seconds: float = NEEDED_SECONDS) -> 
         return answer.result(seconds)
     except concurrent.futures.TimeoutError:
         raise HostLost(f"{host.name} has not answered for {seconds:g} s") from None
+
+
+def ensure_reachable(host: Host) -> None:
+    """Raise GroupError if `host` was lost while a rank started there."""
+    if host.lost:
+        again = "once it is reachable, type the same line again"
+        raise GroupError(f"{host.name} was lost while a rank started there ({host.lost}); {again}")
 
 
 class LocalHost:
