@@ -19,14 +19,20 @@ from ..cluster.test_own_state import CODE
 from .network import Network
 
 RESULT = "result = losses, *outcome(), list(sampler)"
-DIE = """
-step_optimizer = opt.step
-def die_in_step_6():
-    if rank == 3 and len(losses) == 5: die()
-    return step_optimizer()
-opt.step = die_in_step_6
-losses = []
-while len(losses) < 10: losses += train(len(losses), len(losses) + 1)
+KILL_AGENT = """
+import psutil, time
+for process in psutil.process_iter():
+    if "ddip.cluster.hosts.agent" in process.cmdline(): process.kill()
+time.sleep(60)
+"""
+KILLS = {"a rank": ("die()", [3]), "an agent": (KILL_AGENT, [2, 3])}
+"""What rank 3 does within step 6, and the ranks that this ends."""
+TRAIN = """
+def fail_in_step_6(*_):
+    if rank == 3 and state.step == 5: exec(fatal)
+make(replicas)
+opt.register_step_pre_hook(fail_in_step_6)
+train(0, 10)
 """
 
 
@@ -81,11 +87,12 @@ def test_training_on_two_hosts_equals_training_on_one(group: ddip.Group, expecte
     assert_equal(train_undisturbed(group), expected)
 
 
-def test_training_after_a_repair_equals_an_undisturbed_run(group: ddip.Group, expected: list[Any]) -> None:
-    group.run("make(replicas)")
-    with pytest.raises(CellError, match="SIGKILL"):
-        group.run(DIE)
-    assert group.repair() == [3]
+@pytest.mark.parametrize("killed", KILLS)
+def test_training_after_a_repair_equals_an_undisturbed_run(group: ddip.Group, expected: list[Any], killed: str) -> None:
+    fatal, ended = KILLS[killed]
+    with pytest.raises(CellError, match="RankEnded"):
+        group.run(f"fatal = {fatal!r}\n{TRAIN}")
+    assert group.repair() == ended
     assert_equal(continue_training(group), expected)
 
 
