@@ -35,6 +35,8 @@ STOPPED_SECONDS = 15
 """Most time that a stop may take: a host without power is noticed after 12 s."""
 DELAY = Path("/tmp/ddip-latency")
 """File with the delay of each byte to h2 by ssh, for ``slow_link.py``."""
+MOUNT = "/run/mount"
+"""Folder on h2 that mount(8) creates."""
 FAULT_SECONDS, STOP_SECONDS, HANG_SECONDS, CLEAN_SECONDS = 0.3, 1.5, 60, 30
 """Seconds from the begin of the action to the fault, to the stop, until an action hangs, and until hosts are clean."""
 Fault = Callable[[Network], contextlib.AbstractContextManager[None]]
@@ -167,11 +169,20 @@ def start_fault(faults: contextlib.ExitStack, hosts: Network, fault: str, action
 def run_action(hosts: Network, fault: str, action: str) -> str:
     """Run `action` on a new group during `fault`; return the text of the table's cell."""
     hosts.restore_hosts()
+    try:
+        return _run_action(hosts, fault, action)
+    finally:
+        hosts["nb"].path("~/.ssh/config").unlink()
+        DELAY.unlink()
+        hosts["h2"].run(["rm", "-rf", MOUNT])
+
+
+def _run_action(hosts: Network, fault: str, action: str) -> str:
     DELAY.write_text("0")
     proxy = [sys.executable, str(Path(__file__).with_name("slow_link.py")), "%h", "%p", str(DELAY)]
     text = f"Host h2\n    ProxyCommand {shlex.join(proxy)}\n" if fault == "latency 100 ms" else ""
     hosts["nb"].path("~/.ssh/config").write_text(text)
-    hosts["h2"].run(["mkdir", "-p", "/run/mount"])  # mount(8) creates it
+    hosts["h2"].run(["mkdir", "-p", MOUNT])
     before = hosts.contents()
     group, pid = None, 0
     if action != "start":

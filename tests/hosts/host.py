@@ -30,7 +30,7 @@ FIRST = 1
 PATH = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
 BARE = "/run/bare/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # this Python has neither torch nor ddip
 NUMBERS = {"nb": 10, "h1": 11, "h2": 12, "h3": 13}
-PER_USER_FILES = ("/tmp/pytest-of-", "/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
+PER_USER_FILES = ("/tmp/pytest-of-", "/tmp/torchinductor_", "/var/tmp/torchinductor_", f"{first_process.HOME}/.ipython")
 """Per-user files of pytest, torch and IPython."""
 
 

@@ -183,7 +183,7 @@ class Agent:
                 log = log[begin:]
             text = log[-LOG_BYTES:].decode(errors="replace")
         if shutil.disk_usage(self.run_folder).free < FULL_BYTES:
-            text += f"\nno space is left in {self.run_folder.parent}\n"
+            text = "\n".join(filter(None, (text.rstrip(), f"no space is left in {self.run_folder.parent}")))
         self.say(exited=number, code=child.exit.result(), log=text)
         # its children hold its connections open, and the other ranks would wait for them
         started = self._started.pop(number, [])
