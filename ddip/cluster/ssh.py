@@ -103,6 +103,7 @@ def explain_failure(host: str, output: str, python: str, setup: str) -> str:
         ("nknown option", "its Python is older than 3.11; name another with --python"),
         ("not found", missing),
         ("No such file", missing),
+        ("No space left on device", "free some there, in its folder for temporary files"),
         ("onnection timed out", DOWN),
         ("No route to host", DOWN),
         ("onnection refused", "does sshd run there, and on that port?"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 import ddip
 from ddip.cluster.limits import A_PEERS_FILES, A_RANKS_FILES, CONTROLLER_FILES, RANK_FILES
+from ddip.cluster.processes import ownership
 from ddip.errors import CellError, GroupError
 
 from .rank_errors import raises_on_ranks
@@ -108,3 +112,19 @@ def test_an_internal_step_that_fails_on_a_rank_is_answered(cells: ddip.Group) ->
         cells.run("pass")
     cells.run("import torch.distributed as dist\ndist.barrier()")
     assert {info.state for info in cells.info()} == {"idle"}
+
+
+def test_a_group_on_a_full_disk_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full for the record of the group's processes, which changes with each start of a rank."""
+
+    def write_nowhere(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ddip.Group(1) as group:
+        processes = [group.members[0].pid, group.cluster._ipp.controller.pid]  # type: ignore[attr-defined]
+        with monkeypatch.context() as full:
+            full.setattr(ownership.Record, "write", write_nowhere)
+            with pytest.raises(GroupError, match="no space is left in .*; free some there"):
+                group.change(ddip.Request(n=2))
+            group.shutdown()
+    assert not any(map(psutil.pid_exists, processes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -50,6 +51,7 @@ from ddip.protocol import compat, compat_ipyparallel
 from ddip.protocol.reports import Hello
 
 T = TypeVar("T")
+NO_SPACE = "no space is left in {folder}; free some there, and type the same line again"
 
 
 class OwnCluster(OnHosts, Channels):
@@ -312,7 +314,12 @@ class OwnCluster(OnHosts, Channels):
         recorded += processes.find_existing(host.pid for host in self._hosts.remote)
         me = processes.Proc.of(os.getpid())
         with contextlib.suppress(FileNotFoundError):  # the controller has lost its parent, and has cleaned up
-            ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
+            try:
+                ownership.Record(me, tuple(recorded), self._profile, self._name).write(self.run_folder)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise GroupError(NO_SPACE.format(folder=self.run_folder.parent)) from None
+                raise
 
     def _launchers(self, names: Iterable[str]) -> list[Launcher]:
         """Return the launchers of the live engines in the engine sets `names`."""
@@ -346,7 +353,8 @@ class OwnCluster(OnHosts, Channels):
         """End everything and leave no process, file or thread behind."""
         self._stopping = True
         self._cancel_starting()
-        self._record()
+        with contextlib.suppress(GroupError, OSError):  # only the death of this process would need the record
+            self._record()
         self._disconnect()
         launchers = self._launchers(self._ipp.engines)
         end_launched([self._ipp.controller, *launchers] if self._ipp.controller else launchers)
