@@ -114,6 +114,7 @@ def test_an_internal_step_that_fails_on_a_rank_is_answered(cells: ddip.Group) ->
     assert {info.state for info in cells.info()} == {"idle"}
 
 
+@pytest.mark.grid
 def test_a_group_on_a_full_disk_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full for the record of the group's processes, which changes with each start of a rank."""
 
