@@ -98,7 +98,7 @@ def test_a_group_on_hosts_changes_and_keeps_variables(hosts: Network) -> None:
         assert sums_of_ranks(group) == [10.0] * 4
         group.run("mine = globals().get('mine')")
         assert pull_from_all(group, "mine") == ["h1", None, "h2", None]
-        with pytest.raises(BadInput, match="on h1,h2; .*type -r"):
+        with pytest.raises(BadInput, match="on h1,h2; .*add -r"):
             group.change(Request(hosts=parse_hosts("h1,h3")))
         assert sums_of_ranks(group) == [10.0] * 4
         group.restart(Request(hosts=parse_hosts("h3:2")))
