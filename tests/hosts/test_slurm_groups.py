@@ -258,7 +258,7 @@ def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> Non
         jobs = slurm.jobs()
         assert "unchanged" in notebook.run(f"%makedip -n 1 {job}").text
         assert slurm.jobs() == jobs
-        assert "type -r" in notebook.fails('%makedip --slurm "nodes=1"').message
+        assert "add -r" in notebook.fails('%makedip --slurm "nodes=1"').message
         assert "leave out array" in notebook.fails('%makedip -r --slurm "nodes=1 array=3"').message
         notebook.run("%%dip\nassert world_size == 2")
         assert re.search(r"Slurm job \d+ ends in 0:2\d:\d\d", notebook.run("%makedip -i").stdout)
