@@ -138,7 +138,10 @@ class Cluster(Protocol):
         """Return the host on which `engine` runs or ran."""
 
     def stopped(self) -> str:
-        """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
+        """Describe what keeps the engines' answers back: stopped processes, and silent hosts; empty if nothing does."""
+
+    def carry_on(self) -> None:
+        """Continue the processes between notebook and engines that a signal has stopped."""
 
     def log_tail(self, engine: int) -> list[str]:
         """Return the last lines that `engine` logged since its last cell was sent, or since its start.

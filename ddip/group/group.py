@@ -545,12 +545,14 @@ class Group:
             answers = self.ranks.call_on_control_channel(
                 ranks, on_rank.whole_stack(), seconds=STACK_SECONDS, button=button
             )
+            silent = [rank for rank, answer in answers.items() if answer is None and rank not in ended]
+            outside = {} if button.pressed else self.ranks.places_from_outside(silent)
             stacks: dict[int, Stack | None] = {}
             for rank, answer in answers.items():
                 if answer is not None:
                     stacks[rank] = tables.stack_of(answer)
                 elif not button.pressed:
-                    place = StackLocation(state="ended") if rank in ended else self.ranks.place_from_outside(rank)
+                    place = StackLocation(state="ended") if rank in ended else outside.get(rank)
                     stacks[rank] = None if place is None else Stack(place, {"main": str(place)})
             return stacks
 

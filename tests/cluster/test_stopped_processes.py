@@ -67,6 +67,20 @@ def test_a_cell_names_suspended_processes_and_ends_when_continued(
 
 
 @pytest.mark.grid
+def test_a_repair_continues_a_suspended_controller_and_replaces_nothing(cells: ddip.Group) -> None:
+    cells.run("kept = rank")
+    with suspended([controllers_of(os.getpid())[0].pid]):
+        thread = meanwhile(lambda: cells.lifecycle.parts.cells.active_on([0]), press_stop)
+        with pytest.raises(
+            CellInterrupted, match=r"the controller is stopped \(SIGSTOP\); kill -CONT \d+ continues it$"
+        ):
+            cells.run("pass")
+        thread.join()
+        assert cells.repair() == []
+        cells.run(f"{PROOF}\nassert kept == rank")
+
+
+@pytest.mark.grid
 def test_a_repair_continues_a_suspended_rank_of_an_abandoned_cell(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid

@@ -404,6 +404,9 @@ class ScriptedCluster:
     def stopped(self) -> str:
         return ""
 
+    def carry_on(self) -> None:
+        pass
+
     def log_tail(self, engine: int) -> list[str]:
         return [f"last words of engine {engine}"]
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from ddip.cluster.cluster_api import Message
 from ddip.cluster.ipp_private import cell_reply
 from ddip.errors import NONE_LEFT, REPAIR, BadInput, CellError, CellInterrupted, CellTimeout, GroupError
+from ddip.group.members import ranks
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
@@ -134,6 +136,41 @@ def test_a_rank_that_does_not_stop_is_named_until_repaired(new_group: NewGroup, 
         group.run("pass")
     assert group.repair() == [1]
     group.run("pass")
+
+
+def test_the_cause_of_missing_answers_replaces_the_advice(
+    new_group: NewGroup, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, text = new_group(2), "the controller is stopped (SIGSTOP); kill -CONT 7 continues it"
+    monkeypatch.setattr(group.cluster, "stopped", lambda: text)
+    with pytest.raises(CellTimeout) as caught:
+        group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
+    with pytest.raises(GroupError) as refused:
+        group.run("pass")
+    for error in (caught.value, refused.value):
+        assert str(error).endswith(f"\n{text}")
+
+
+def test_a_silent_host_is_not_waited_for(
+    new_group: NewGroup, impatient: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, asked = new_group(2), list[str]()
+    host = group.cluster.hosts[0]
+    monkeypatch.setattr(host, "name", "h2")
+    monkeypatch.setattr(host, "silent", "h2 has sent nothing for 7 s")
+
+    def never_answer(function: Callable[..., object], *args: object) -> Future[Any]:
+        asked.append(function.__name__)
+        return Future()
+
+    monkeypatch.setattr(host, "begin", never_answer)
+    monkeypatch.setattr(ranks, "LINK_SECONDS", 1000.0)
+    with pytest.raises(CellTimeout):
+        group.run(cell_by_rank("pass", "deaf"), timeout=0.01)
+    with pytest.raises(GroupError):
+        group.run("pass")
+    assert "slow link" not in capsys.readouterr().err
+    assert "stack_location" not in asked
 
 
 def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatient: None) -> None:

@@ -12,7 +12,7 @@ from ddip.cluster import ssh
 from ddip.cluster.hosts import remote_host
 from ddip.cluster.hosts.remote_host import NOISE_BYTES, RemoteHost
 from ddip.cluster.hosts.ways import Ssh
-from ddip.cluster.processes import links
+from ddip.cluster.processes import links, on_host
 from ddip.cluster.processes.host import HostLost, ensure_reachable
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
@@ -47,6 +47,32 @@ def test_a_shell_that_prints_much_has_run_the_command() -> None:
         host.wait(SECONDS)
     assert host.shell_has_run
     host.close()
+
+
+AGENT = """
+import json, sys
+from multiprocessing.connection import Connection
+from ddip.cluster.hosts.agent import MARKER
+sys.stdout.buffer.write(MARKER)
+sys.stdout.buffer.flush()
+facts = {"run_folder": "/tmp", "address": "", "missing": ""}
+Connection(1, readable=False).send_bytes(json.dumps({"facts": facts}).encode())
+sys.stdin.read()
+"""
+
+
+def test_an_agent_that_sends_no_beats_is_named_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = RemoteHost("h1", [sys.executable, "-c", AGENT], "")
+    try:
+        host.wait(SECONDS)
+        assert host.silent == ""
+        monkeypatch.setattr(links, "SILENT_SECONDS", 0.0)
+        assert host.silent.startswith("h1 has sent nothing for 0 s: ") and f"`kill {host.pid}`" in host.silent
+        with pytest.raises(HostLost, match="^h1 has sent nothing"):
+            host.ask(on_host.count_cores)
+    finally:
+        host.close()
+    assert host.silent == ""
 
 
 def test_a_link_cut_before_the_shell_began_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

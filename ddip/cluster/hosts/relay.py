@@ -32,8 +32,6 @@ class Sender:
     """A thread that sends queued messages to one connection, and closes it after `close`."""
 
     def __init__(self, connection: Connection, name: str) -> None:
-        self.sent = 0
-        """Bytes sent so far."""
         self._connection = connection
         self._messages: queue.SimpleQueue[tuple[bytes, bool] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(FRAMES)
@@ -58,7 +56,6 @@ class Sender:
             message, is_frame = entry
             with self._guard, contextlib.suppress(OSError):  # the other end has ended
                 self._connection.send_bytes(message)
-                self.sent += len(message)
             if is_frame:
                 self._room.release()
         with contextlib.suppress(OSError):

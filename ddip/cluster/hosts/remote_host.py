@@ -50,7 +50,6 @@ class RemoteHost:
         self.lost = ""
         self.run_folder = Path()
         self.address = self.missing = ""
-        self._received = 0
         self._facts: Future[Facts] = Future()
         self._pending: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -103,9 +102,14 @@ class RemoteHost:
         return self._process.pid
 
     @property
-    def carried(self) -> int:
-        """Number of bytes that the connection to the agent has carried so far."""
-        return self._to_agent.sent + self._received
+    def silent(self) -> str:
+        """Describe the host's silence, with a remedy, if its agent sends no beats any more; empty otherwise."""
+        if self.lost or not self._facts.done() or self._link.silence < links.SILENT_SECONDS:
+            return ""
+        return (
+            f"{self.name} has sent nothing for {self._link.silence:.0f} s: if its agent or sshd is stopped, continue "
+            f"that process, or give the host up with `kill {self.pid}` on the notebook's machine"
+        )
 
     @property
     def facts(self) -> Facts:
@@ -168,7 +172,12 @@ class RemoteHost:
         return answer
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `function` in the agent, and return its result; raise HostLost if there is no answer in time."""
+        """Call `function` in the agent, and return its result; raise HostLost if there is no answer in time.
+
+        A silent agent is not asked.
+        """
+        if silent := self.silent:
+            raise HostLost(silent)
         return wait_for(self, self.begin(function, *args, **kwargs), ASK_SECONDS)
 
     def close(self) -> None:
@@ -208,7 +217,6 @@ class RemoteHost:
                 self._agent_runs = True
                 while True:
                     message = self._from_agent.recv_bytes()
-                    self._received += len(message)
                     with self._guard:
                         self._link.heard()
                         if message[0] == FRAME:

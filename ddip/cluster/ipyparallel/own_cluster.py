@@ -41,7 +41,7 @@ from ddip.cluster.ipyparallel.launchers import (
     processes_of,
 )
 from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end
-from ddip.cluster.processes import ownership, preload_client, processes
+from ddip.cluster.processes import on_host, ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
 from ddip.cluster.processes.host import ensure_reachable, has_ipython_folder, process_environment
 from ddip.cluster.reach import Reach
@@ -134,11 +134,20 @@ class OwnCluster(OnHosts, Channels):
             raise GroupError(f"the {what}; %makedip -r restarts the group")
 
     def stopped(self) -> str:
-        """Describe the processes between notebook and engines that a signal has stopped; empty if none is."""
+        """Describe what keeps the engines' answers back: stopped processes, and silent hosts; empty if nothing does."""
+        own = [(name, processes.stopped_text(pid)) for name, pid in self._own_processes().items()]
+        stopped = [f"{name} is {text}" for name, text in own if text]
+        return "; ".join([*stopped, *(host.silent for host in self.hosts if host.silent)])
+
+    def carry_on(self) -> None:
+        """Continue the processes between notebook and engines that a signal has stopped."""
+        on_host.carry_on([*self._own_processes().values()])
+
+    def _own_processes(self) -> dict[str, int]:
+        """Return the PIDs of the running processes between notebook and engines."""
         controller = getattr(self._ipp.controller, "pid", None)
-        found = [("the controller", controller), ("the preload process", self._warm.pid if self._warm else None)]
-        texts = [(name, processes.stopped_text(pid)) for name, pid in found if pid is not None]
-        return "; ".join(f"{name} is {text}" for name, text in texts if text)
+        found = {"the controller": controller, "the preload process": self._warm.pid if self._warm else None}
+        return {name: pid for name, pid in found.items() if pid is not None}
 
     def _handle_controller_end(self, data: dict[str, Any]) -> None:
         """End the engines, which cannot be reached any more, so that they free memory and GPUs."""

@@ -38,8 +38,8 @@ class Host(Protocol):
     """Reason why the ranks cannot begin in the requested folder; empty if they can."""
 
     @property
-    def carried(self) -> int:
-        """Number of bytes that the connection to the host has carried so far; 0 for this machine."""
+    def silent(self) -> str:
+        """Describe the host's silence, with a remedy, if its agent sends no beats any more; empty otherwise."""
 
     @property
     def run_folder(self) -> Path:
@@ -87,7 +87,7 @@ def wait_for(host: Host, answer: Future[R], seconds: float = NEEDED_SECONDS) -> 
     try:
         return answer.result(seconds)
     except concurrent.futures.TimeoutError:
-        raise HostLost(f"{host.name} has not answered for {seconds:g} s") from None
+        raise HostLost(host.silent or f"{host.name} has not answered for {seconds:g} s") from None
 
 
 def ensure_reachable(host: Host) -> None:
@@ -100,8 +100,7 @@ def ensure_reachable(host: Host) -> None:
 class LocalHost:
     """The machine that the notebook is on."""
 
-    name = lost = missing = address = ""
-    carried = 0
+    name = lost = missing = address = silent = ""
 
     def __init__(self, run_folder: Path) -> None:
         self.run_folder = run_folder

@@ -18,6 +18,9 @@ BEAT_SECONDS = 3.0
 """Longest interval between two messages of each end."""
 LOST_SECONDS = 10.0
 """Time without an acknowledgement after which the connection is lost: three beats."""
+SILENT_SECONDS = 2 * BEAT_SECONDS
+"""Time without a message after which the other end may be stopped; ddip then waits for no answer that it can do
+without."""
 QUIET_SECONDS = 4.0
 """Silence below which the kernel's tables, which may be long, are not read."""
 LOOK_SECONDS = 1.5
@@ -50,6 +53,11 @@ class Watch:
         """Note that the other end has sent something."""
         self._heard = time.monotonic()
         self._silence = 0.0
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the other end has sent something."""
+        return time.monotonic() - self._heard
 
     def is_lost(self) -> bool:
         """Return True if nothing arrived for LOST_SECONDS, and, unless a relay is between, nothing was acknowledged.

@@ -40,7 +40,7 @@ from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output import area
 from ddip.output.area import cell_number, notices_in, notify
 from ddip.output.cells.background_page import BackgroundOutput
-from ddip.output.tables.tables import places_text, still_text, way_out
+from ddip.output.tables.tables import places_text, still_text
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.reports import CellReport
 
@@ -126,7 +126,7 @@ class Cells:
         if stuck:
             places = places_text(self._ranks.places(stuck))
             problem = still_text(stuck, self._ranks.busy)
-            raise GroupError(f"{problem}:\n{places}\n{way_out(stuck)}")
+            raise GroupError(f"{problem}:\n{places}\n{self._ranks.way_out(stuck)}")
 
     def settle(self) -> list[int]:
         """Interrupt the `stuck` ranks again, wait while they make progress, and return those that are still stuck.

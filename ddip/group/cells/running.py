@@ -45,7 +45,7 @@ from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output.area import Notice, inform, notify, stop_name
-from ddip.output.tables.tables import places_text, verb_of, way_out, where_text
+from ddip.output.tables.tables import places_text, verb_of, where_text
 from ddip.output.terminal_text import last_lines
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import StackLocation
@@ -392,7 +392,7 @@ class RunningCell:
             lines.append(f"{ranks_text(stuck)} did not stop:")
             lines.append(places_text(self._ranks.places(stuck)))
             lines += self._logged_output(stuck)
-            lines.append(way_out(stuck))
+            lines.append(self._ranks.way_out(stuck))
         return "\n".join(lines)
 
     def _logged_output(self, stuck: Sequence[int]) -> list[str]:

@@ -19,6 +19,7 @@ from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, er
 from ddip.group import stopping
 from ddip.group.members.placement import DeviceBinding
 from ddip.output.area import notify
+from ddip.output.tables import tables
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
@@ -225,10 +226,12 @@ class Members:
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
         """Return the stack location of the main thread of each of `ranks`."""
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
-        return {
-            rank: self.place_from_outside(rank) if answer is None else StackLocation(**answer)
-            for rank, answer in answers.items()
-        }
+        outside = self.places_from_outside([rank for rank, answer in answers.items() if answer is None])
+        return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
+
+    def way_out(self, stuck: Sequence[int]) -> str:
+        """Return what a user can do about ranks that do not stop, or about what keeps their answers back."""
+        return self.cluster.stopped() or tables.way_out(stuck)
 
     def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that cannot be stopped, as they wait in C++ code that holds the GIL.
@@ -237,18 +240,22 @@ class Members:
         """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=AT_ONCE_SECONDS)
         silent = [rank for rank, answer in answers.items() if answer is None][:MOST_INSPECTED]
-        places = {rank: self.place_from_outside(rank) for rank in silent}
+        places = self.places_from_outside(silent)
         return [rank for rank, place in places.items() if place is not None and place.function in NOT_STOPPABLE]
 
-    def place_from_outside(self, rank: int) -> StackLocation | None:
-        """Return the stack location of a rank that cannot answer; None if it does not even handle a signal."""
-        if rank in self.ended:
-            return None
-        host = self.host(rank)
-        with contextlib.suppress(HostLost):
-            place = host.ask(on_host.stack_location, self.members[rank].pid, str(host.run_folder))
-            return None if place is None else StackLocation(**place)
-        return None
+    def places_from_outside(self, ranks: Sequence[int]) -> dict[int, StackLocation | None]:
+        """Return the stack locations of ranks that cannot answer; None for one that does not even handle a signal."""
+        ended, answers, end = self.ended, {}, time.monotonic() + ASK_SECONDS
+        for rank in ranks:
+            host = self.host(rank)
+            if rank not in ended and not host.silent:
+                answers[rank] = host.begin(on_host.stack_location, self.members[rank].pid, str(host.run_folder))
+        places: dict[int, StackLocation | None] = dict.fromkeys(ranks)
+        for rank, answer in answers.items():
+            with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
+                place = answer.result(max(0.0, end - time.monotonic()))
+                places[rank] = None if place is None else StackLocation(**place)
+        return places
 
     def stopped_text(self, rank: int) -> str:
         """Describe a rank that a signal or a debugger has stopped; empty if it is running or has ended."""
@@ -257,7 +264,8 @@ class Members:
         return ""
 
     def carry_on(self) -> None:
-        """Continue all ranks that a signal has stopped."""
+        """Continue all ranks, and processes between them and the notebook, that a signal has stopped."""
+        self.cluster.carry_on()
         for number, host in enumerate(self.cluster.hosts):
             live = [self.members[rank] for rank in self.live]
             with contextlib.suppress(HostLost):

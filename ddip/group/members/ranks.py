@@ -16,7 +16,7 @@ from ddip.group import stopping
 from ddip.group.members.members import Members
 from ddip.group.members.watch import StopProgress
 from ddip.output.area import notify, stop_name
-from ddip.output.tables.tables import places_text, size_text, way_out
+from ddip.output.tables.tables import places_text, size_text
 from ddip.protocol.on_rank import R, RemoteCall
 
 log = logging.getLogger("ddip")
@@ -31,8 +31,6 @@ STOP_SECONDS = 0.8
 """Time that ranks may take to end after collectives were aborted; a rank that takes longer is abandoned."""
 BEHIND_SECONDS = 0.5
 """Time within which the agent of a host answers, unless the link to it is behind."""
-STILL_SECONDS = 4.0
-"""Time without any data after which a link stands still; longer than the interval of its beats."""
 LINK_SECONDS = 60.0
 """Most time to wait for slow links."""
 Requests: TypeAlias = Mapping[int, Request]
@@ -235,16 +233,16 @@ class Ranks(Members):
     def wait_for_links(self, requests: Requests, button: stopping.Button, size: int = 0) -> list[str]:
         """Wait for data that delays the interrupt of `requests`, or the answers, on links to other hosts.
 
-        A link is behind as long as the host's agent, which shares it, does not answer at once. A press of the stop
-        button ends the wait, and so does a link that carries nothing. Returns the names of the hosts whose links are
-        still behind.
+        A link is behind as long as the host's agent, which shares it, does not answer at once. The wait ends with a
+        press of the stop button, after LINK_SECONDS, and once the agents have sent nothing for a while. Returns the
+        names of the hosts whose links are still behind.
         """
-        patience, notified = _LinkPatience(), False
+        end, notified = time.monotonic() + LINK_SECONDS, False
         while unfinished := _unfinished_ranks(requests):
             hosts = {host.name: host for rank in unfinished if (host := self.host(rank)).name and not host.lost}
             answers = {name: host.begin(on_host.count_cores) for name, host in hosts.items()}
             button.wait_for(answers.values(), BEHIND_SECONDS)
-            behind = [name for name, answer in answers.items() if not answer.done()]
+            behind = [name for name, answer in answers.items() if not answer.done() and not hosts[name].silent]
             if not behind:
                 self._wait_after_stop(requests, button, STOP_SECONDS if notified else 0)
                 return []
@@ -256,7 +254,8 @@ class Ranks(Members):
                 notified = True
             while not (button.pressed or any(answers[name].done() for name in behind)):
                 button.wait_for([answers[name] for name in behind], stopping.LOOK_SECONDS)
-                if patience.is_over(sum(host.carried for host in hosts.values())):
+                behind = [name for name in behind if not hosts[name].silent]
+                if not behind or time.monotonic() > end:
                     return behind
             if button.pressed:
                 return behind
@@ -277,7 +276,7 @@ class Ranks(Members):
     def _interrupted_text(self, doing: str, ranks: Sequence[int], stuck: Sequence[int]) -> str:
         lines = [f"{doing} was interrupted on {ranks_text(ranks)}"]
         if stuck:
-            lines += [f"{ranks_text(stuck)} did not stop:", places_text(self.places(stuck)), way_out(stuck)]
+            lines += [f"{ranks_text(stuck)} did not stop:", places_text(self.places(stuck)), self.way_out(stuck)]
         return "\n".join(lines)
 
     def _errors_of(self, requests: Requests) -> dict[int, RankError]:
@@ -318,26 +317,8 @@ class Ranks(Members):
         return {rank: entry.doing for rank, entry in sorted(self.abandoned.items())}
 
 
-class _LinkPatience:
-    """Decides how long to wait for links that are behind."""
-
-    def __init__(self) -> None:
-        self._carried, self._moved = -1, time.monotonic()
-        self._until = self._moved + LINK_SECONDS
-
-    def is_over(self, carried: int) -> bool:
-        """Return True if the links stand still, or have been slow for too long.
-
-        They have `carried` this number of bytes so far.
-        """
-        now = time.monotonic()
-        if carried != self._carried:
-            self._carried, self._moved = carried, now
-        return now > self._until or now > self._moved + STILL_SECONDS
-
-
 def _rest_text(size: int) -> str:
-    return f"the rest, up to {size_text(size)}," if size else "what is under way"
+    return f"the rest (up to {size_text(size)})" if size else "what is under way"
 
 
 def _unfinished_ranks(requests: Requests) -> list[int]:

@@ -135,7 +135,7 @@ class _Peek:
     def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
         """Describe what a late rank does: the location of its pickling or, if not reported, its main thread."""
         names = ", ".join(self._names)
-        place = self._ranks.place_from_outside(rank) if pickling_at is None else StackLocation(**pickling_at)
+        place = self._ranks.places_from_outside([rank])[rank] if pickling_at is None else StackLocation(**pickling_at)
         if place is None:
             return "it does not respond to signals"
         if place.state == "finished":
