@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddip.rank.native import freed
-from ddip.rank.runtime import housekeeping
+from ddip.rank.runtime import housekeeping, process_settings
 
 
 @pytest.mark.parametrize(("took", "seconds"), [(0.0, 0.02), (0.001, 0.02), (0.07, 0.35), (5.0, 0.5)])
@@ -18,3 +18,14 @@ def test_an_allocator_chosen_by_the_user_stays(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(*setting.split("="))
     freed.keep_freed_memory()
     assert not freed._keeps_memory
+
+
+def test_threads_that_ddip_has_set_are_not_changed_by_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_settings, "_start", {})
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+    process_settings.note_start()
+    housekeeping._set_threads(1)
+    assert not {"$OMP_NUM_THREADS", "$MKL_NUM_THREADS"} & process_settings.find_changed().keys()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "$OMP_NUM_THREADS" in process_settings.find_changed()

@@ -29,6 +29,7 @@ from ddip.protocol import compat, compat_ipython, compat_torch, switches
 from ddip.protocol.on_rank import VERSION
 from ddip.protocol.reports import Figures, Hello
 from ddip.rank.native import freed, self_tests
+from ddip.rank.runtime import process_settings
 from ddip.rank.runtime.gpu import gpu
 
 _NO_WORKERS = SimpleNamespace(MP_STATUS_CHECK_INTERVAL=0.0)
@@ -199,7 +200,7 @@ def _remove_shared_memory(worker: BaseProcess) -> None:
 def _set_threads(count: int) -> None:
     """Set the number of threads as `OMP_NUM_THREADS` does at the start of a process."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(count)  # for processes that a cell starts
+        process_settings.set_own_variable(name, str(count))  # for processes that a cell starts
     with contextlib.suppress(Exception):  # no descriptor is left to find the libraries, or the cell replaced open()
         threadpoolctl.threadpool_limits(count)
     torch.set_num_threads(count)

@@ -395,6 +395,12 @@ def note_start() -> None:
     _start[PATH] = list(sys.path)
 
 
+def set_own_variable(name: str, value: str) -> None:
+    """Set an environment variable for ddip, which does not count as changed by a cell."""
+    os.environ[name] = value
+    _start.get(ENVIRONMENT, {})[os.fsencode(name)] = os.fsencode(value)
+
+
 def find_changed() -> dict[str, bytes]:
     """Return the pickled settings that cells have changed and a new rank takes over.
 
