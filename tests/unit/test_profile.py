@@ -19,6 +19,7 @@ from ddip.protocol.reports import CollectiveRow, ProfileReport
 from ddip.rank.process_group import flight_recorder
 from ddip.rank.profiling import profile_events, timeline, trace_file
 from ddip.rank.profiling.profile_events import RecordedEvents
+from ddip.rank.profiling.profiling import _Recording
 from ddip.rank.profiling.timeline import Layers, TimeBreakdown
 
 S = 1_000_000_000
@@ -338,3 +339,19 @@ def test_only_ranks_can_be_profiled() -> None:
     for typed, where in (("", "local"), ("local", "remote"), ("remote", "remote")):
         with pytest.raises(BadInput, match="type %%dip --profile"):
             check_profile(typed, where, ("remote", "local"))
+
+
+def test_a_trace_that_a_full_disk_cut_off_is_an_error(tmp_path: Path) -> None:
+    for text in (b"", b'{"traceEvents": [{"name": "a"}'):
+        (tmp_path / "part").write_bytes(text)
+        part = (tmp_path / "part").open("rb")
+        with part, (tmp_path / "to").open("wb") as to, pytest.raises(OSError, match="is the disk full"):
+            trace_file.write_trace([part], to)
+
+
+def test_a_recording_on_a_full_disk_is_dropped_without_an_error() -> None:
+    recording = _Recording.__new__(_Recording)
+    recording._profiler, recording._parts, recording.trace = None, [], Path("/dev/full").open("wb")  # noqa: SIM115
+    recording.trace.write(b"x")
+    recording.drop()
+    assert recording.trace.closed

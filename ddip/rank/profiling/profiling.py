@@ -262,7 +262,8 @@ class _Recording:
         self.finish()
         for file in (*self._parts, self.trace):
             if file is not None:
-                file.close()
+                with contextlib.suppress(OSError):  # the disk is full; the descriptor is closed nevertheless
+                    file.close()
 
 
 @stacks.never_interrupted

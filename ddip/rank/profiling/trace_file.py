@@ -66,15 +66,21 @@ def write_trace(parts: list[IO[bytes]], to: IO[bytes]) -> None:
 
 
 def _events_in(part: IO[bytes]) -> tuple[int, int, int]:
-    """Return the offsets at which the events of a trace begin and end, and the trace's size."""
+    """Return the offsets at which the events of a trace begin and end, and the trace's size.
+
+    Raises OSError if the trace is incomplete: Kineto ignores errors of the file system.
+    """
     size = part.seek(0, os.SEEK_END)
     part.seek(0)
-    begin = part.read(1 << 20).index(BEGIN) + len(BEGIN)
+    begin = part.read(1 << 20).find(BEGIN) + len(BEGIN)
     tail_offset = max(begin, size - (1 << 16))
     part.seek(tail_offset)
     tail = part.read()
     name_offset = tail.rfind(END)
-    return begin, tail_offset + tail.rindex(b"]", 0, name_offset if name_offset >= 0 else len(tail)), size
+    end = tail.rfind(b"]", 0, name_offset if name_offset >= 0 else len(tail))
+    if begin < len(BEGIN) or end < 0:
+        raise OSError("torch has written an incomplete trace; is the disk full?")
+    return begin, tail_offset + end, size
 
 
 def _copy_bytes(source: IO[bytes], to: Any, size: int) -> None:
