@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from ddip.cluster import ssh
 from ddip.errors import BadInput
 from ddip.group.members.placement import (
     DeviceBinding,
@@ -236,3 +237,10 @@ def test_a_host_has_at_least_one_rank(make: Callable[[], object]) -> None:
 def test_hosts_are_named_as_ssh_knows_them() -> None:
     found = [(host.name, host.count) for host in parse_hosts("h1,me@h2.lab:3,[::1]:2")]
     assert found == [("h1", None), ("me@h2.lab", 3), ("[::1]", 2)]
+    assert ssh.agent_command("me@[::1]", "", "")[-2] == "me@::1"
+
+
+@pytest.mark.parametrize("typed", ["fd00::1", "h1,fe80::2:4"])
+def test_an_address_without_brackets_is_refused(typed: str) -> None:
+    with pytest.raises(BadInput, match=r"brackets, such as \[fd00::1\]:4"):
+        parse_hosts(typed)

@@ -203,12 +203,14 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
     """Parse ``--hosts h1:4,h2:4`` into hosts in the order given; raise BadInput."""
     hosts = []
     for item in filter(None, typed.split(",")):
+        if item.count(":") > 1 and "[" not in item:
+            raise BadInput(f"--hosts {typed}: type an IPv6 address in brackets, such as [fd00::1]:4")
         name, colon, count = item.rpartition(":")
         if colon and not count.isdecimal() and re.fullmatch(r"[\w.@-]+", name):
             raise BadInput(f"--hosts {typed}: {item!r}: type the number of ranks after the colon, such as {name}:4")
         if not colon or not count.isdecimal():
             name, count = item, ""
-        if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-") or (count and not int(count)):
+        if not re.fullmatch(r"[\w.%@\[\]:+-]+", name) or name.startswith("-"):
             raise BadInput(
                 f"--hosts {typed}: {item!r} is not a host; type names as ssh knows them, such as --hosts h1:4,h2:4"
             )
