@@ -6,7 +6,7 @@ import errno
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import HostLost, LocalHost
 from ddip.group.process_group import network
 from ddip.group.process_group.connections import between_ranks, has_unknown_connection
+from ddip.group.process_group.meeting import RendezvousFactory
 from ddip.group.process_group.network import Network
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
@@ -172,3 +173,21 @@ def test_a_host_that_does_not_answer_leaves_no_open_port(monkeypatch: pytest.Mon
     with pytest.raises(HostLost):
         network.find_gaps([LocalHost(Path()), _OtherHost(Path())], [Network("127.0.0.1", "lo")] * 2, 0.1, 0.1)
     assert not on_host._held_ports
+
+
+class _DyingHost(_OtherHost):
+    """A host that is lost when it is asked something."""
+
+    def begin(self, function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.lost = "Broken pipe"
+        answer: Future[Any] = Future()
+        answer.set_exception(HostLost("h2 is lost: Broken pipe"))
+        return answer
+
+
+def test_a_host_lost_during_a_look_for_partitions_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [LocalHost(Path()), _DyingHost(Path())]
+    monkeypatch.setattr(network, "of_hosts", lambda hosts: [Network("127.0.0.1", "lo")] * len(hosts))
+    factory = RendezvousFactory(cast(Any, SimpleNamespace(cluster=SimpleNamespace(hosts=hosts))))
+    factory.ensure_connected([0, 1])
+    assert hosts[1].lost

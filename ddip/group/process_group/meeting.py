@@ -72,7 +72,13 @@ class RendezvousFactory:
         waited = 0.0 if self._partition is None else time.time() - self._partition.since
         seconds = max(BRIEF_SECONDS, PATIENCE_SECONDS - waited)
         present = [host for host in hosts if not self._host_at(host).lost]
-        partition = self.find_partition(present, seconds, NEEDED_SECONDS)
+        try:
+            partition = self.find_partition(present, seconds, NEEDED_SECONDS)
+        except GroupError:
+            if not any(self._host_at(host).lost for host in present):
+                raise
+            self.ensure_connected(hosts)  # one was lost during the try
+            return
         if partition is not None:
             raise PartitionError(str(partition))
 
