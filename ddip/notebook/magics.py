@@ -166,8 +166,8 @@ class DipMagics(Traits):
             request = arguments.parse_request(args)
         except KeyboardInterrupt:
             raise RequestInterrupted("%makedip was interrupted before it began; nothing has changed") from None
-        if args.restart and self.group is None:  # repeat the last request, which may have failed
-            request = request.after(self._last_request)
+        if args.restart:  # also repeats a request that has failed
+            request = request.after(self._last_request if self.group is None else self.group.request)
         self._last_request = request
         progress = Progress()
         new = True
@@ -222,6 +222,8 @@ class DipMagics(Traits):
         except BaseException:
             progress.end("")
             raise
+        finally:
+            self._last_request = group.request
         if not replaced:
             progress.end("ddip: all ranks are running; nothing to repair")
         else:

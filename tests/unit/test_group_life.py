@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 from ddip import apps
 from ddip.cluster import devices
@@ -16,6 +17,7 @@ from ddip.errors import BadInput, CellError, GroupError, RankError, RequestFaile
 from ddip.group.members.placement import Request
 from ddip.group.members.places import Allocation
 from ddip.group.process_group import fitness
+from ddip.notebook.magics import DipMagics
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
@@ -553,3 +555,23 @@ def test_an_unused_interface_is_reported(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     new_group(1)
     assert re.search("GLOO_SOCKET_IFNAME=eth7 is ignored", capsys.readouterr().err)
+
+
+def test_a_restart_repeats_one_that_has_failed(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(engine: object) -> None:
+        raise GroupError("h2: No route to host")
+
+    monkeypatch.setattr("ddip.group.group.Group", ScriptedGroup)
+    magics = DipMagics(shell)
+    try:
+        magics.makedip("-n 3")
+        assert isinstance(magics.group, ScriptedGroup)
+        magics.group.script = fail
+        with pytest.raises(GroupError):
+            magics.makedip("-r")
+        assert magics.group is None
+        magics.makedip("-r")
+        assert magics.group.world_size == 3
+    finally:
+        magics.end_group()
+        magics.hints.close()
