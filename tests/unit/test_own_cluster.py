@@ -38,3 +38,23 @@ def test_a_run_folder_removed_during_recording_is_no_error(monkeypatch: pytest.M
     cluster._record()
     monkeypatch.undo()
     cluster.stop()
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ("", ""),
+        ("  ValueError: 3", ""),
+        (
+            "  ImportError: x\n\n  ModuleNotFoundError: No module named 'zmq'\n",
+            ": ModuleNotFoundError: No module named 'z",
+        ),
+        (
+            "end:\n    ImportError: libcudart.so.13: cannot open",
+            ": ImportError: libcudart.so.13: cannot open; install ",
+        ),
+    ],
+)
+def test_a_package_that_a_host_lacks_is_named(log: str, advice: str) -> None:
+    found = own_cluster._advise_on_packages(log)
+    assert found.startswith(advice) and bool(found) == bool(advice)

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ from ddip.protocol.reports import Hello
 
 T = TypeVar("T")
 NO_SPACE = "no space is left in {folder}; free some there, and type the same line again"
+IMPORT_FAILED = re.compile(r"^\s*((?:ModuleNotFound|Import)Error: .*)$", re.MULTILINE)
 
 
 class OwnCluster(OnHosts, Channels):
@@ -298,7 +300,8 @@ class OwnCluster(OnHosts, Channels):
             host = self.host_of(ended[0])
             ensure_reachable(host)
             where = f" on {host.name}" if host.name else ""
-            raise GroupError(f"an engine ended while it started{where} ({exit_text(code)}){log}")
+            advice = _advise_on_packages(log) if host.name else ""
+            raise GroupError(f"an engine ended while it started{where} ({exit_text(code)}){advice}{log}")
         self.ensure_controller()
         if waiting and time.monotonic() > deadline:
             count = f"{len(engines) - len(waiting)} of {len(engines)} engines"
@@ -386,6 +389,12 @@ def _check_names(log: str) -> None:
     """Raise GroupError if the `log` of an ended process says that a library lacks a name that ddip needs."""
     if found := compat.REFUSAL.search(log):
         raise GroupError(found[0])
+
+
+def _advise_on_packages(log: str) -> str:
+    """Return the advice if the `log` of an ended process says that a package could not be imported; else empty."""
+    errors = IMPORT_FAILED.findall(log)
+    return f": {errors[-1]}; install there what the notebook's Python has, or name another --python" if errors else ""
 
 
 def _set_name(engine: int) -> str:
