@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.errors import CellInterrupted, TransferError
+from ddip.errors import CellError, CellInterrupted, TransferError
 from ddip.rank.streams.streams import MAX_LIMITERS
 
 from .meanwhile import meanwhile, press_stop
@@ -283,3 +283,14 @@ def test_magics_run_on_ranks_by_their_percent_sign(cells: ddip.Group, capsys: py
     assert "mine" in capsys.readouterr().out
     with raises_on_ranks(dict.fromkeys((0, 1), "SyntaxError")):
         cells.run("who int")
+
+
+@pytest.mark.parametrize(
+    "call", ["broadcast(torch.ones(1), src=7)", "all_reduce(torch.ones(1) > 0, op=dist.ReduceOp.AVG)"]
+)
+def test_no_frame_of_ddip_is_in_a_collectives_traceback(cells: ddip.Group, call: str) -> None:
+    with pytest.raises(CellError) as caught:
+        cells.run(f"import torch, torch.distributed as dist\ndist.{call}")
+    for error in caught.value.by_rank.values():
+        assert error.name == "RuntimeError" and "distributed_c10d.py" in error.traceback
+        assert "process_group" not in error.traceback

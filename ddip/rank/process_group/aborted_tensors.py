@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import Work, c10d_logger, distributed_c10d
 
 from ddip.protocol.reports import AbortedTensor
-from ddip.rank.runtime import c10d, stacks
+from ddip.rank.runtime import c10d, stacks, tracebacks
 
 MAX_COPY_BYTES = 1 << 16
 """Maximum size of a collective's tensors to be copied: that takes 2 us longer than a copy of 4 bytes."""
@@ -74,6 +74,7 @@ _TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 _TORCH_FOLDER = str(Path(torch.__file__).parent) + os.sep
 _C10D, _C10D_LOGGER = distributed_c10d.__file__, c10d_logger.__file__
 stacks.WAIT_FILES.add(__file__)
+tracebacks.HIDDEN.add(__name__)
 
 
 def begin_group() -> None:

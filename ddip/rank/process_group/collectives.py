@@ -27,10 +27,11 @@ from ddip.protocol.reports import Begun
 from ddip.rank.process_group import aborted_tensors, tallies
 from ddip.rank.process_group.flight_recorder import Entry
 from ddip.rank.process_group.tallies import Tally, tally_of
-from ddip.rank.runtime import c10d, stacks
+from ddip.rank.runtime import c10d, stacks, tracebacks
 from ddip.rank.runtime.gpu import gpu
 
 Method: TypeAlias = Callable[..., Any]
+tracebacks.HIDDEN.add(__name__)
 
 
 def _cell_line() -> tuple[CodeType | None, int]:

@@ -55,7 +55,7 @@ ONE_OF_EACH = "a = b; del a; a and b or not c; ~a + +b - -c * d @ e / f // g % h
 )
 """Code with every operator. Their AST nodes are singletons; the `parent` that `executing` sets keeps a tree alive."""
 HIDDEN = {"IPython"}
-"""Modules whose frames are hidden in tracebacks; modules of ddip that run cells add their names."""
+"""Modules whose frames are hidden in tracebacks; modules of ddip that run cells or wrap collectives add their names."""
 
 
 @dataclass(frozen=True)
