@@ -718,9 +718,8 @@ def test_a_rank_may_be_later_than_the_set_up_timeout(cells: ddip.Group) -> None:
     """``setup.SET_UP_SECONDS`` must not be the timeout of the group's collectives."""
     cells.run("from ddip.rank.process_group import setup\nformer, setup.SET_UP_SECONDS = setup.SET_UP_SECONDS, 0.3")
     try:
-        cells.run(
-            "import time, torch.distributed as dist\nlate = dist.new_group()\nif rank: time.sleep(1)\ndist.barrier(late)"
-        )
+        cells.run("import time, torch.distributed as dist\nlate = dist.new_group()")
+        cells.run("if rank: time.sleep(1)\ndist.barrier(late)")
     finally:
         cells.run("setup.SET_UP_SECONDS = former")
 
