@@ -92,16 +92,6 @@ def test_the_end_of_the_controller_ends_ranks_with_a_message(bare_notebook: Note
     end_and_start_again(bare_notebook, controller, running, code, "the controller process ended")
 
 
-@pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
-def test_a_retired_preload_process_is_not_blamed(bare_notebook: Notebook) -> None:
-    """It ends with its last child, here because the controller has ended."""
-    bare_notebook.finish(begin_on_two_ranks(bare_notebook, IDLE))
-    (controller,) = controllers_of(bare_notebook.pid)
-    bare_notebook.ok("from ddip.cluster.processes import preload_client\npreload_client.give_up()")
-    running = bare_notebook.begin("%%dip\npass")
-    end_and_start_again(bare_notebook, controller, running, IDLE, "the controller process ended")
-
-
 @pytest.mark.grid
 @pytest.mark.skipif("config.getoption('--spawn')", reason="there is no preload process")
 @ANY_BUSINESS
