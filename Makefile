@@ -156,6 +156,7 @@ PLATFORM ?= colab
 PINNED := $(VENV)-$(PLATFORM)
 test-platform: $(PINNED)/.ready
 	$(PINNED)/bin/python -m pytest tests/cluster/test_notebooks.py -k kaggle -m "grid or not grid"
+	rm -f build/platform.xml  # else a run that is killed would write the former row
 	$(PINNED)/bin/python -m pytest --junitxml=build/platform.xml $(ARGS); code=$$?; \
 	test -n "$(ARGS)" || $(PINNED)/bin/python tests/platforms/record_run.py $(PLATFORM) build/platform.xml; exit $$code
 

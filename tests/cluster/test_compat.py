@@ -159,6 +159,7 @@ def test_missing_names_in_the_notebook_turn_off_only_their_feature(
     done = subprocess.run([sys.executable, "-c", IN_NOTEBOOK], capture_output=True, text=True)
     assert done.returncode == 0 and "tensor([2.])" in done.stdout, done
     lines = [line for line in done.stderr.splitlines() if " lacks private names that ddip uses; " in line]
+    lines = [line for line in lines if compat_ipython.MODULES not in line]  # IPython 7 lacks them on Python 3.12
     assert len(lines) == 2 and [feature for feature in features if feature not in "".join(lines)] == []
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import ddip
 from ddip.cluster import ipp_private
@@ -713,8 +714,19 @@ def test_a_repair_suffices_for_every_kind_of_damage(cells: ddip.Group, kind: str
     prove_repair(cells, KINDS[kind])
 
 
+def test_a_rank_may_be_later_than_the_set_up_timeout(cells: ddip.Group) -> None:
+    """``setup.SET_UP_SECONDS`` must not be the timeout of the group's collectives."""
+    cells.run("from ddip.rank.process_group import setup\nformer, setup.SET_UP_SECONDS = setup.SET_UP_SECONDS, 0.3")
+    try:
+        cells.run("import time, torch.distributed as dist\nlate = dist.new_group()")
+        cells.run("if rank: time.sleep(1)\ndist.barrier(late)")
+    finally:
+        cells.run("setup.SET_UP_SECONDS = former")
+
+
 @pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "set_timeout"), reason="before torch 2.9, such a wait is not timed")
 def test_a_rank_dying_while_gloo_connects_delays_others_briefly(cells: ddip.Group) -> None:
     cells.run("from ddip.rank.process_group import setup\nsetup.SET_UP_SECONDS = 0.2")
     cells.run(f"{SET_UP}\nif rank == 1:{textwrap.indent(DIES_CONNECTING, '    ')}")

@@ -130,6 +130,7 @@ def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
     warm._guard, warm._lock, warm.asleep = Guard("odd"), threading.Lock(), threading.Event()
     warm._link, warm._process = Connection(ours.detach()), cast(Any, SimpleNamespace(wait=lambda: 0))
     warm._log = cast(Any, Path(os.devnull).open("rb"))  # noqa: SIM115 - the reader closes it
+    warm._retired, warm.owner = False, 0
     warm._children = Children(lambda **_: None, lambda pid: None)
     child = warm._children.ask()
     child.pid.add_done_callback(raise_exit)
@@ -145,6 +146,9 @@ def test_the_reader_of_the_preload_process_survives_odd_messages() -> None:
         assert child.exit.result(SECONDS) == 5
     reader.join(SECONDS)
     assert warm.ended and not reader.is_alive()
+    assert warm.died
+    warm.retire()
+    assert not warm.died
 
 
 AGENT = """

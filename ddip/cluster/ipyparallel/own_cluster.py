@@ -131,7 +131,7 @@ class OwnCluster(OnHosts, Channels):
     def ensure_controller(self) -> None:
         """Raise GroupError if the controller process has ended, so that no engine can be reached."""
         if self._controller_exit:
-            warm = self._warm is not None and self._warm.ended
+            warm = self._warm is not None and self._warm.died
             what = "preload process, from which the ranks were forked, ended" if warm else "controller process ended"
             raise GroupError(f"the {what}; %makedip -r restarts the group")
 

@@ -120,6 +120,11 @@ class PreloadProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def died(self) -> bool:
+        """True if it has ended while it was in use; a retired process ends with its last child."""
+        return self.ended and not self._retired
+
     def fits(self) -> bool:
         """Return True if it can fork for this process in its current environment."""
         good = not self.ended and self.owner == os.getpid() and self.environment == _read_at_import(os.environ)

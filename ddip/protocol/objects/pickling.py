@@ -10,7 +10,6 @@ copied once, to memory that the receiver reads, and the receiver's arrays and te
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import dis
@@ -519,22 +518,11 @@ class PickledNames:
 P = TypeVar("P", bound=Pickler)
 
 
-class _MemoryFile(io.BytesIO):
-    """A file in memory whose buffer others use longer than the file.
-
-    Since Python 3.13 the garbage collector reports a file that it could not close for this reason.
-    """
-
-    def close(self) -> None:
-        with contextlib.suppress(BufferError):
-            super().close()
-
-
 class Graph(Generic[P]):
     """Several pickles with one memo."""
 
     def __init__(self, make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], P]) -> None:
-        self._file, self._buffers = _MemoryFile(), list[pickle.PickleBuffer]()
+        self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         self.pickler = make(self._file, self._buffers)
         self._ends: dict[str, tuple[int, int]] = {}
         self.optimizers: dict[int, tuple[str, Any]] = {}
@@ -567,8 +555,12 @@ class Graph(Generic[P]):
         return self.pickler.moved
 
     def pickled(self) -> dict[str, Pickled]:
-        """Return the pickled objects by name; nothing can be added after that."""
-        whole, found, begin, first = self._file.getbuffer(), dict[str, Pickled](), 0, 0
+        """Return the pickled objects by name; nothing can be added after that.
+
+        They refer to the file's bytes, which are not copied, rather than to its buffer: Python 3.12.1 crashes when it
+        collects a file whose buffer is in use, and later versions report an error.
+        """
+        whole, found, begin, first = memoryview(self._file.getvalue()), dict[str, Pickled](), 0, 0
         for name, (end, last) in self._ends.items():
             found[name] = Pickled([whole[begin:end], *(buffer.raw() for buffer in self._buffers[first:last])])
             begin, first = end, last

@@ -211,11 +211,13 @@ def set_group_timeout(timeout: timedelta, group: Any) -> None:
 def setup_timeout(seconds: float) -> timedelta:
     """Return the timeout for creating a group, normally `seconds`.
 
-    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it is torch's default: torch checks each collective in a second group, whose
-    timeout cannot be changed later, and all ranks would have to begin each collective within `seconds`.
+    It is torch's default if the timeout cannot be changed later, since all ranks would have to begin each collective
+    within `seconds`: with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch checks each collective in a second group; before
+    torch 2.9, the timeout that is set for a gloo group has no effect on its collectives.
     """
     is_detail = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
-    return dist.default_pg_timeout if is_detail else timedelta(seconds=seconds)
+    is_fixed = is_detail or not hasattr(dist.ProcessGroup, "set_timeout")
+    return dist.default_pg_timeout if is_fixed else timedelta(seconds=seconds)
 
 
 def default_store() -> Any:
