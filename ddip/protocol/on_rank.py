@@ -31,6 +31,7 @@ from ddip.protocol.reports import (
     PackedObjects,
     Paths,
     Peeked,
+    PendingWait,
     Place,
     ProfileReport,
     PushResult,
@@ -283,6 +284,10 @@ def adopt_group(former_port: int, port: int) -> bool: ...
 
 @remote("process_group.collectives.begun_operations")
 def begun_operations() -> Begun: ...
+
+
+@remote("process_group.waiting.pending_wait")
+def pending_wait() -> PendingWait | None: ...
 
 
 @remote("process_group.collectives.line_of")

@@ -31,6 +31,14 @@ Begun: TypeAlias = dict[str, GroupUse]
 """Use of each group, by name of the group and device."""
 
 
+class PendingWait(TypedDict):
+    """A rank whose main thread waits for other ranks."""
+
+    position: int
+    """Number that changes when the main thread moves."""
+    begun: Begun
+
+
 class Hello(TypedDict):
     """Facts about a process and its torch, sent when the process starts."""
 

@@ -24,6 +24,7 @@ from ddip.group.cells.cell_state import (
     ShowEnded,
     StopPressed,
     TimePassed,
+    WaitsInVain,
 )
 
 WRONG = RankError("ValueError", "wrong", "trace", at=1.0)
@@ -57,7 +58,7 @@ def time_of_first(found: list[tuple[float, Action]], action: Action) -> float:
 def test_a_cell_ends_when_every_rank_replied_and_ended_output() -> None:
     state = new_state(2)
     state.step(OutputEnded(0), 0.1)
-    assert state.step(RankReplied(0), 0.1) == [ShowEnded(0, failed=False)]
+    assert state.step(RankReplied(0), 0.1) == [ShowEnded(0, failed=False), Question.WAITS_IN_VAIN]
     state.step(RankReplied(1), 0.2)
     assert state.running == [] and not state.is_over
     assert state.step(OutputEnded(1), 0.2) == [ShowEnded(1, failed=False)]
@@ -161,6 +162,18 @@ def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked() -> None:
     assert state.step(CellStalled(after_caught=True), 3.2) == []
     end_rank(state, 1, 3.2, CUT)
     assert state.is_over and state.ending() == "failed" and state.reportable_errors() == {0: WRONG, 1: CUT}
+
+
+def test_waits_in_vain_are_aborted_at_once_and_only_once() -> None:
+    state = new_state(2)
+    assert Question.WAITS_IN_VAIN not in state.step(TimePassed(), 0.1)  # the cell has ended nowhere
+    end_rank(state, 0, 0.2, WRONG)
+    assert Question.WAITS_IN_VAIN in state.step(TimePassed(), 0.25)
+    assert state.step(WaitsInVain(), 0.3) == [RankAction.ABORT]
+    assert state.step(WaitsInVain(), 0.35) == []
+    assert RankAction.ABORT not in [action for _, action in pass_time(state, 0.35, 2.0)]
+    end_rank(state, 1, 2.0, CUT)
+    assert state.is_over and state.reportable_errors() == {0: WRONG, 1: CUT}
 
 
 def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:

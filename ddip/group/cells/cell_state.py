@@ -107,13 +107,20 @@ class CellStalled:
 
 
 @dataclass(frozen=True)
+class WaitsInVain:
+    """The answer to `Question.WAITS_IN_VAIN`; sent only if that is proved."""
+
+
+@dataclass(frozen=True)
 class CannotStop:
     """The answer to `Question.WHO_CANNOT_STOP`; sent only if there are such ranks."""
 
     ranks: Sequence[int]
 
 
-Event: TypeAlias = CannotStop | RankReplied | OutputEnded | StopPressed | TimePassed | MovingRanks | CellStalled
+Event: TypeAlias = (
+    CannotStop | RankReplied | OutputEnded | StopPressed | TimePassed | MovingRanks | CellStalled | WaitsInVain
+)
 
 
 # -- actions
@@ -140,6 +147,8 @@ class Question(Enum):
 
     WHO_MOVES = auto()
     """Ask which interrupted ranks make progress towards their end."""
+    WAITS_IN_VAIN = auto()
+    """Ask whether every running rank waits for one on which the cell has ended."""
     WHO_CANNOT_STOP = auto()
     """Ask which interrupted ranks are in a wait that nothing can end."""
     STALL = auto()
@@ -253,7 +262,7 @@ class CellState:
                 self._cannot_stop = ranks
                 self._abandon_if_due(now)
                 return []
-            case CellStalled(after_caught=True):
+            case CellStalled(after_caught=True) | WaitsInVain():
                 return self._abort_collectives(now) if self._aborted_at is None else []
             case CellStalled():
                 self._stall_reported = True
@@ -317,8 +326,9 @@ class CellState:
                 self.stopped_at, STOP_GRACE_SECONDS, now
             ):
                 actions += self._abort_collectives(now)
-            elif self._caught:
-                actions.append(Question.STALL_AFTER_CAUGHT)
+            else:
+                actions += [Question.WAITS_IN_VAIN] * (bool(self._replied) and self.limits.can_unblock)
+                actions += [Question.STALL_AFTER_CAUGHT] * bool(self._caught)
         if self._must_interrupt(now):
             self._interrupted_at = now
             actions.append(RankAction.INTERRUPT)

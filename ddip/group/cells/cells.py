@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ddip.errors import GroupError, ranks_text
@@ -151,6 +152,10 @@ class Cells:
                         break
         return self.stuck
 
+    def _is_alone(self, cell: Cell) -> bool:
+        """Return True if only `cell` can begin collectives: the user waits for it, and no other cell is active."""
+        return not cell.background and list(self._active) == [cell]
+
     def _abort_collectives_of(self, cell: Cell) -> None:
         """Abort the collectives that wait in `cell`, without touching those of other cells."""
         alone = all(other is cell or other.state != "running" for other in list(self._active))
@@ -169,7 +174,8 @@ class Cells:
         The caller has made sure that the ranks are free. `limits` are the cell's time limits. Until `until_it_ends`
         closes, the stop button stops the cell; a KeyboardInterrupt could otherwise leave a cell that never ends.
         """
-        running = RunningCell(self._ranks, lambda: self._abort_collectives_of(cell), self._manager, cell, limits)
+        abort, is_alone = partial(self._abort_collectives_of, cell), partial(self._is_alone, cell)
+        running = RunningCell(self._ranks, abort, is_alone, self._manager, cell, limits)
         cell.press_stop = running.press_stop
         cell.recording.most = self.history.keep_output_bytes
         until_it_ends.enter_context(stopping.call_on_press(running.press_stop))

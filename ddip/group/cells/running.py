@@ -21,7 +21,16 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Message, Recipient, Request
-from ddip.errors import MOST_OUTPUTS, CellError, CellInterrupted, CellTimeout, GroupError, RankError, ranks_text
+from ddip.errors import (
+    MOST_OUTPUTS,
+    RANK_ENDED,
+    CellError,
+    CellInterrupted,
+    CellTimeout,
+    GroupError,
+    RankError,
+    ranks_text,
+)
 from ddip.group.cells.cell import Cell, Outcome, outcome_of
 from ddip.group.cells.cell_state import (
     Action,
@@ -38,9 +47,11 @@ from ddip.group.cells.cell_state import (
     ShowEnded,
     StopPressed,
     TimePassed,
+    WaitsInVain,
     caught_in,
 )
 from ddip.group.cells.cell_status import cell_bundle
+from ddip.group.cells.vain_waits import VainWaits
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.group.process_group.process_group import ProcessGroupManager
@@ -213,11 +224,16 @@ class RunningCell:
         self,
         ranks: Ranks,
         release: Callable[[], object],
+        is_alone: Callable[[], bool],
         manager: ProcessGroupManager,
         cell: Cell,
         limits: Limits,
     ) -> None:
-        """Prepare to run `cell`; `release` aborts the collectives that wait for it."""
+        """Prepare to run `cell`.
+
+        `release` aborts the collectives that wait for it. `is_alone` returns True if no other cell can begin their
+        missing parts.
+        """
         self.cell = cell
         self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self.replies: Requests = {}
@@ -227,11 +243,13 @@ class RunningCell:
         self._state = CellState([], limits, time.monotonic())
         self._ranks = ranks
         self._release = release
+        self._is_alone = is_alone
         self._manager = manager
         assert cell.output is not None
         self.output = self._show = cell.output
         self._watch = Watch(ranks, limits.stall_timeout)
         self._after_caught = Watch(ranks, max(limits.failure_grace, STILL_SECONDS))
+        self._vain_waits = VainWaits(ranks, manager.known_operations, time.monotonic())
         self._ending: StopProgress | None = None
         """Progress of the ranks after an interrupt; None before it."""
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
@@ -367,8 +385,11 @@ class RunningCell:
                 return CellInterrupted(self._with_places(headline, stuck) if stuck else headline, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)
+                finished = sorted(self.replies.keys() - errors.keys() - {*stuck})
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
+                elif finished and all(each.waited for each in errors.values()):
+                    error.args = (f"{error}; {ranks_text(finished)} finished the cell without it",)
                 elif not self._manager.healthy and (partition := self._manager.describe_partition()):
                     error.args = (f"{error}; {partition}",)
                 return error
@@ -486,6 +507,13 @@ class RunningCell:
                 if self._state.is_abandoned:  # by this answer, which makes the remaining actions pointless
                     return
 
+    def _wait_in_vain(self, running: Sequence[int]) -> bool:
+        """Return True if the `running` ranks wait for collectives that can never complete."""
+        if self._state.ending() == "good" and not self._is_alone():
+            return False
+        ended = [rank for rank, error in self._state.errors.items() if error.name == RANK_ENDED]
+        return self._vain_waits.are_proved(running, self.reports, ended, time.monotonic())
+
     def _perform(self, action: Action) -> Event | None:
         """Carry out `action`; return the answer if it is a question with one."""
         running = self._state.running
@@ -514,6 +542,8 @@ class RunningCell:
             case Question.WHO_MOVES:
                 assert self._ending is not None
                 return MovingRanks(self._ending.find_moving(running))
+            case Question.WAITS_IN_VAIN if self._wait_in_vain(running):
+                return WaitsInVain()
             case Question.WHO_CANNOT_STOP:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None

@@ -295,6 +295,10 @@ class ProcessGroupManager:
         self.generation += 1
         self._steps.forget()
 
+    def known_operations(self, rank: int) -> Begun | None:
+        """Return the operations that `rank` had begun at its last report; None if it has not reported any."""
+        return self._steps.known_of(rank)
+
     def _compare_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:
         """Compare the collectives that each rank has begun, and also its messages if the cell has failed."""
         size = len(self._ranks.members)

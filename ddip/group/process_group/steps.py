@@ -67,6 +67,10 @@ class Steps:
         self._known.clear()
         self._accepted.clear()
 
+    def known_of(self, rank: int) -> Begun | None:
+        """Return the last report of `rank`; None if it has not reported since the group was formed."""
+        return self._known.get(rank)
+
     def are_messages_uneven(self, reports: Mapping[int, Begun], size: int) -> bool:
         """Return whether a message was sent but not received, or the reverse, since the ranks' last reports.
 

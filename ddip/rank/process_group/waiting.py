@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
+from ddip.protocol.reports import PendingWait
 from ddip.rank.process_group import aborted_tensors, collectives
+from ddip.rank.runtime import stacks
 from ddip.rank.runtime.gpu import gpu
 from ddip.rank.runtime.housekeeping import cells
 
@@ -70,6 +72,19 @@ class WaitSampler:
         if _is_waiting_for_ranks() and _is_sleeping():
             self.seconds += passed
         self._schedule()
+
+
+def pending_wait() -> PendingWait | None:
+    """Return the position of a main thread that waits for other ranks, and the operations begun; None if it does not.
+
+    The position is read before and after the rest, so that both belong together. Always None where waiting is not
+    known (`WaitSampler.is_known`).
+    """
+    if not waiting.is_known:
+        return None
+    position, begun = stacks.main_thread_position(), collectives.begun_operations()
+    is_waiting = _is_waiting_for_ranks() and _is_sleeping() and stacks.main_thread_position() == position
+    return {"position": position, "begun": begun} if is_waiting else None
 
 
 def _is_waiting_for_ranks() -> bool:

@@ -224,9 +224,12 @@ def main_thread_pulse() -> tuple[int, float]:
     Active time is CPU time plus waits for a core, because a rank that works gets little CPU time on a loaded machine.
     It is 0 on accelerators, because a waiting thread may spin there.
     """
-    frames = _cell_frames()
-    steps = hash(tuple((frame.f_code, frame.f_lasti) for frame in frames))
-    return steps, time.process_time() + _core_wait_seconds() if gpu.device.type == "cpu" else 0.0
+    return main_thread_position(), time.process_time() + _core_wait_seconds() if gpu.device.type == "cpu" else 0.0
+
+
+def main_thread_position() -> int:
+    """Return a number that changes when the main thread moves."""
+    return hash(tuple((frame.f_code, frame.f_lasti) for frame in _cell_frames()))
 
 
 def _core_wait_seconds() -> float:

@@ -1,0 +1,114 @@
+"""Decide whether the ranks that still run a cell wait for collectives that can never complete.
+
+A rank waits in vain if it has begun an operation in a group and a member of that group will never begin its part,
+because the cell has ended there, no thread of it may begin more, and no other cell does. The rank need not wait for the
+whole `failure_grace` then:
+
+    rank 0    raises                                       has begun 7 collectives of the default group, and ends
+    rank 1    waits in its 8th collective of that group    in vain
+    rank 2    computes                                     may raise an error of its own: nothing is aborted yet
+
+All running ranks must wait in vain, at two looks in a row: a rank that computes, or is about to fail by itself, is left
+alone for the grace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from ddip.group.members.members import Members
+from ddip.protocol import on_rank
+from ddip.protocol.reports import Begun, CellReport, GroupUse, PendingWait
+
+LOOK_SECONDS, MOST_SECONDS = 0.04, 1.0
+"""Shortest and longest pause between two looks; it doubles with each look, until the cell ends on another rank."""
+ANSWER_SECONDS = 0.2
+"""Time for the ranks to answer; a rank that does not answer does not wait in a collective that Python knows."""
+
+
+class VainWaits:
+    """Looks at the ranks of one cell; `former` are the operations that each rank had begun before the cell."""
+
+    def __init__(self, ranks: Members, former: Callable[[int], Begun | None], began: float) -> None:
+        self._ranks = ranks
+        self._former = former
+        self._due, self._pause, self._finished = began, LOOK_SECONDS, 0
+        self._last: dict[int, PendingWait] = {}
+
+    def are_proved(
+        self, running: Sequence[int], reports: Mapping[int, CellReport | None], ended: Collection[int], now: float
+    ) -> bool:
+        """Return True if all `running` ranks waited in vain in this look and the one before.
+
+        `reports` are those of the ranks on which the cell has ended; the processes of the ranks `ended` have ended too.
+        """
+        if len(reports) != self._finished:
+            self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
+        if now < self._due:
+            return False
+        answers = self._ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
+        last, self._last = self._last, {rank: answer for rank, answer in answers.items() if answer is not None}
+        self._due, self._pause = time.monotonic() + self._pause, min(2 * self._pause, MOST_SECONDS)
+        if self._last.keys() != set(running) or self._last != last:
+            return False
+        size = len(self._ranks.members)
+        begun = {rank: report.get("begun", {}) for rank, report in reports.items() if report is not None}
+        return all(
+            is_in_vain(rank, wait["begun"], begun, size)
+            or uses_groups_of(ended, wait["begun"], self._former(rank), size)
+            for rank, wait in self._last.items()
+        )
+
+
+def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int) -> bool:
+    """Return True if `rank` has begun an operation whose part an ended rank will never begin.
+
+    `begun` has the operations of `rank`, and `by_ended` those of each rank on which the cell has ended; `size`: number
+    of ranks in the default group.
+    """
+    for group, use in begun.items():
+        members = members_of(use, size)
+        for other, theirs in by_ended.items() if rank in members else ():
+            lacking = theirs.get(group)
+            if lacking is None or members_of(lacking, size) != members or not _is_final(use, lacking):
+                continue
+            if use["collectives"] > lacking["collectives"]:
+                return True
+            if _lacks_message(members.index(rank), use, members.index(other), lacking):
+                return True
+    return False
+
+
+def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, size: int) -> bool:
+    """Return True if an ended process was a member of every group in which a rank has begun collectives in this cell.
+
+    `begun` and `former` have the rank's operations now and before the cell; `former` is None if they are unknown.
+    """
+    used = [
+        set(members_of(use, size))
+        for group, use in begun.items()
+        if use["collectives"] > ((former or {}).get(group) or {"collectives": 0})["collectives"]
+    ]
+    return bool(used) and all(members.intersection(ended) for members in used)
+
+
+def members_of(use: GroupUse, size: int) -> list[int]:
+    """Return the ranks of a group."""
+    return list(range(size)) if use["ranks"] is None else use["ranks"]
+
+
+def _is_final(use: GroupUse, theirs: GroupUse) -> bool:
+    """Return True if no thread of the ended rank may begin another operation in the group.
+
+    A thread that has not used the group so far counts only if threads have used it on some rank.
+    """
+    by_main = use["by_main"] and theirs["by_main"]
+    return theirs["may_begin"] == "no" or (theirs["may_begin"] == "maybe" and by_main)
+
+
+def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse) -> bool:
+    """Return True if a send or receive of rank `here` of a group has no counterpart on the ended rank `there`."""
+    received = use["messages"].get(f"from {there}", 0) > theirs["messages"].get(f"to {here}", 0)
+    sent = use["messages"].get(f"to {there}", 0) > theirs["messages"].get(f"from {here}", 0)
+    return received or (sent and "from any" not in theirs["messages"])

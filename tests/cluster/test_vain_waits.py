@@ -1,0 +1,106 @@
+"""Waits that can never end are aborted at once; waits that may end are not."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+from ddip.errors import CellInterrupted
+
+from .meanwhile import meanwhile, press_stop
+from .rank_errors import raises_on_ranks
+from .variants import few
+
+pytestmark = pytest.mark.native("sockets")
+SET_UP = """
+import os, signal, threading, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+torch.manual_seed(0)
+x = torch.ones(3)
+net = torch.nn.Linear(4, 1)
+wrapper = DDP(net)
+optimizer = torch.optim.AdamW(wrapper.parameters(), 0.1)
+def step(number):
+    optimizer.zero_grad()
+    loss = wrapper(torch.full((2, 4), number + rank + 1.0)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+def train(): return [step(number) for number in range(10)], [p.tolist() for p in net.parameters()]
+"""
+WAITS = {
+    "all_reduce": "dist.all_reduce(x)",
+    "recv": "dist.recv(x, 0)",
+    "all_gather_object": "dist.all_gather_object([None] * world_size, rank)",
+    "backward": "wrapper(torch.ones(2, 4)).sum().backward()",
+}
+PROOF = "y = torch.full((3,), rank + 1.0); dist.all_reduce(y); assert y.tolist() == [3.0] * 3"
+
+
+@pytest.fixture
+def ranks(cells: ddip.Group) -> ddip.Group:
+    """Return two ranks that no time limit of a cell unblocks within the test."""
+    cells.options.failure_grace = cells.options.stall_timeout = 1000
+    cells.run(SET_UP)
+    return cells
+
+
+@pytest.mark.parametrize("name", few(WAITS, "all_reduce", "backward"))
+def test_ranks_waiting_for_a_failed_one_are_unblocked_at_once(ranks: ddip.Group, name: str) -> None:
+    with raises_on_ranks({0: "ValueError"}, {1: ""}):
+        ranks.run(f"if rank == 0: raise ValueError\n{WAITS[name]}")
+    ranks.run(PROOF)
+
+
+def test_ranks_waiting_for_an_ended_process_are_unblocked_at_once(ranks: ddip.Group) -> None:
+    with raises_on_ranks({0: "RankEnded"}, {1: ""}):
+        ranks.run("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert ranks.repair() == [0]
+    ranks.run(SET_UP + PROOF)
+
+
+def test_a_collective_on_one_rank_alone_ends_the_cell_at_once(ranks: ddip.Group) -> None:
+    line = r"rank 0 was blocked in all_reduce, cell \[\d+\] line 1, until ddip aborted it; "
+    with pytest.raises(ddip.CellError, match=f"^{line}rank 1 finished the cell without it$"):
+        ranks.run("if rank == 0: dist.all_reduce(x)")
+    ranks.run(PROOF)
+
+
+def test_training_after_an_unblocked_wait_equals_an_undisturbed_run(ranks: ddip.Group) -> None:
+    ranks.run("undisturbed = train()")
+    ranks.run(SET_UP)
+    with raises_on_ranks({0: "ValueError"}, {1: "backward"}):
+        ranks.run("for number in range(5):\n    if (rank, number) == (0, 3): raise ValueError\n    step(number)")
+    ranks.run("net = torch.manual_seed(0) and torch.nn.Linear(4, 1)\nwrapper = DDP(net)")
+    ranks.run("optimizer = torch.optim.AdamW(wrapper.parameters(), 0.1)\nassert train() == undisturbed")
+
+
+def test_a_rank_is_awaited_if_a_thread_may_take_its_part(ranks: ddip.Group) -> None:
+    ranks.run("""
+        def reduce_late(): time.sleep(1.5); dist.all_reduce(x)
+        if rank == 1: threading.Thread(target=dist.all_reduce, args=(torch.ones(1),)).start()  # has used the group
+        else: dist.all_reduce(torch.ones(1))
+        threading.Thread(target=reduce_late).start() if rank == 1 else dist.all_reduce(x)
+    """)
+    ranks.run("time.sleep(0.1); assert x.tolist() == [2.0] * 3, x")
+
+
+def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:
+    waiting = ranks.start("dist.all_reduce(x)", ranks=[0])
+    ranks.run("time.sleep(1); dist.all_reduce(x)", ranks=[1])
+    assert waiting.wait_for_end(60) and waiting.outcome == "ok"
+    ranks.run("assert x.tolist() == [2.0] * 3, x")
+
+
+def test_a_rank_that_computes_may_still_fail_by_itself(ranks: ddip.Group) -> None:
+    """Rank 1 is not named as blocked: its own error is the second one."""
+    with raises_on_ranks({0: "ValueError", 1: "KeyError"}, {}):
+        ranks.run("if rank == 0: raise ValueError\ntime.sleep(1.5)\nraise KeyError")
+
+
+def test_a_stop_ends_ranks_that_wait_for_a_stopped_one(ranks: ddip.Group) -> None:
+    stopped = meanwhile(lambda: "barrier" in str(ranks.stacks()[1].place), press_stop)  # type: ignore[union-attr]
+    with pytest.raises(CellInterrupted, match="ranks 0, 1$"):
+        ranks.run("if rank == 0: time.sleep(1000)\ndist.barrier()")
+    stopped.join()
+    ranks.run(PROOF)

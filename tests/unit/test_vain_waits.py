@@ -1,0 +1,42 @@
+"""Waits that can never end: pure decisions from the numbers of operations that ranks have begun."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddip.group.cells import vain_waits
+from ddip.protocol.reports import Begun
+
+from .test_steps import ALL, PAIR, group_use
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "is_vain"),
+    [
+        ({ALL: group_use(8)}, {ALL: group_use(7)}, True),
+        ({ALL: group_use(7)}, {ALL: group_use(7)}, False),
+        ({ALL: group_use(7)}, {ALL: group_use(8)}, False),
+        ({ALL: group_use(8)}, {}, False),  # it has left the group, or cannot know
+        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="yes")}, False),
+        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="maybe")}, True),
+        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="maybe", by_main=False)}, False),
+        ({ALL: group_use(8, by_main=False)}, {ALL: group_use(7, may_begin="maybe")}, False),
+        ({ALL: group_use(7), PAIR: group_use(1, [1, 2])}, {ALL: group_use(7)}, False),
+        ({ALL: group_use(7), PAIR: group_use(1, [0, 1])}, {ALL: group_use(7), PAIR: group_use(0, [0, 1])}, True),
+        ({PAIR: group_use(1, [0, 1])}, {PAIR: group_use(0, [0, 2])}, False),  # another group of this name
+        ({ALL: group_use(messages={"from 0": 2})}, {ALL: group_use(messages={"to 1": 1})}, True),
+        ({ALL: group_use(messages={"from 0": 2})}, {ALL: group_use(messages={"to 1": 2})}, False),
+        ({ALL: group_use(messages={"to 0": 1})}, {ALL: group_use()}, True),
+        ({ALL: group_use(messages={"to 0": 1})}, {ALL: group_use(messages={"from any": 1})}, False),
+    ],
+)
+def test_rank_1_waits_in_vain_for_rank_0_on_which_the_cell_has_ended(begun: Begun, ended: Begun, is_vain: bool) -> None:
+    assert vain_waits.is_in_vain(1, begun, {0: ended}, 3) == is_vain
+
+
+def test_an_ended_process_must_be_in_every_group_used_in_the_cell() -> None:
+    former, begun = {ALL: group_use(3), PAIR: group_use(1, [1, 2])}, {ALL: group_use(4), PAIR: group_use(1, [1, 2])}
+    assert vain_waits.uses_groups_of([0], begun, former, 3)
+    assert not vain_waits.uses_groups_of([0], {**begun, PAIR: group_use(2, [1, 2])}, former, 3)
+    assert not vain_waits.uses_groups_of([0], former, former, 3)  # it waits in something else
+    assert not vain_waits.uses_groups_of([], begun, former, 3)
