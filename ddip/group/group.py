@@ -105,7 +105,7 @@ class Group:
         has imported torch, which is faster and takes less memory.
     failure_grace
         Seconds for the other ranks to finish a cell after one rank has failed; then ddip aborts the collectives that
-        they wait in.
+        they wait in. It does so at once if all of them wait, and only for ranks on which the cell has ended.
     stall_timeout
         Seconds without progress after which ddip prints where each rank waits.
     display

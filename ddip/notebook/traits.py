@@ -41,7 +41,7 @@ class Traits(Magics):
         DEFAULTS.failure_grace,
         min=0,
         help="Seconds that the other ranks have to end a cell after one has failed; then ddip aborts the collectives "
-        "that they wait in.",
+        "that they wait in. It does so at once if all of them wait, and only for ranks on which the cell has ended.",
     ).tag(config=True)
     stall_timeout = Float(
         DEFAULTS.stall_timeout, min=1, help="Seconds without progress after which a cell shows where each rank waits."

@@ -10,6 +10,7 @@ that ``step`` returns.
     the stop button             interrupt all running ranks; on a second press, abort their collectives at once
     time passes                 abort waiting collectives, interrupt at the timeout, report which rank holds the
                                 cell up, abandon ranks that do not stop
+    ranks wait in vain          abort their collectives at once, also if no rank has failed
     an answer to a question     whether ranks make progress, which only the runner can find out
 
 A rank whose process has ended also counts as having replied: its error is ``RANK_ENDED``. A rank can therefore leave
@@ -52,7 +53,7 @@ class Limits:
     """Time limits of one cell, in seconds."""
 
     failure_grace: float = DEFAULTS.failure_grace
-    """Time from the first failure until the collectives of the other ranks are aborted."""
+    """Time from the first failure until the collectives of the other ranks are aborted, unless they wait in vain."""
     stall_timeout: float = DEFAULTS.stall_timeout
     """Time without progress until the user is told which rank waits where."""
     timeout: float | None = None
