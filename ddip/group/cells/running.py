@@ -1,8 +1,9 @@
 """Follow a running cell: show its ranks' output until the last of them has finished.
 
 Every cell ends. When a rank has failed, the others get `Limits.failure_grace` seconds to finish; then waiting
-collectives are aborted (``process_group.py``), or at once if they wait in vain (``vain_waits.py``). The stop button and ``--timeout`` interrupt all ranks, abort their
-collectives, and abandon a rank that does not stop. ``cell_state.py`` decides all this; this module carries it out.
+collectives are aborted (``process_group.py``), or at once if they wait in vain (``vain_waits.py``). The stop button and
+``--timeout`` interrupt all ranks, abort their collectives, and abandon a rank that does not stop. ``cell_state.py``
+decides all this; this module carries it out.
 
     ranks  --messages, reply and end of output-->  queue  <--stop button, end of the group
                                                      |
