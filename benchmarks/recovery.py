@@ -4,7 +4,7 @@ Usage: recovery.py [ROUNDS] [RANKS ...]
 
 While the other ranks wait in all_reduce, one rank raises, or never joins and the user presses stop, or is killed and
 replaced. ``ends``: from the fault until the cell has failed in the notebook; ``usable``: until the next all_reduce over
-all ranks has succeeded. ``restart_group`` is ``%makedip -r``: the all_reduce works after it, but all variables are lost.
+all ranks has succeeded. ``restart_group`` is ``%makedip -r``: the all_reduce works then, but all variables are lost.
 """
 
 from __future__ import annotations
