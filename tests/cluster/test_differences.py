@@ -592,6 +592,7 @@ def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsy
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\ncount += 1")
     assert cells.sync() == ["count"]
+    wait_until_recorded(cells)
     capsys.readouterr()
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: raise ValueError\naverage.data += 1")
