@@ -105,7 +105,11 @@ class RankClient(Client):  # type: ignore[misc]
             Client._dispatch_iopub.__wrapped__(self, message)
 
     def send_cells(self, cells: Sequence[tuple[int, Request, Message]]) -> None:
-        """Send cells to engines. Call it on the client's own thread, which also detects ended engines."""
+        """Send each cell to its engine, or end its request if the engine has ended.
+
+        Such a request gets ``Reply(ended=True)``; nothing is raised. Call this on the client's own thread, which also
+        handles the end of engines.
+        """
         stream = self._mux_stream
         stream.flush(zmq.POLLOUT)  # messages that were sent earlier go first
         for engine, request, message in cells:

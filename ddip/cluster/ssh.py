@@ -30,10 +30,11 @@ DOWN = "is it up? with --hosts on the same line, as in --hosts h1:4,h3:4, anothe
 
 
 def agent_command(host: str, python: str, setup: str) -> list[str]:
-    """Return the command that starts the agent of `host`.
+    """Return the ssh command, as a list of arguments, that starts the agent on `host`.
 
-    `python`: the interpreter to run there; empty: the notebook's path if it exists on the host, else ``python3``.
-    `setup`: a line that the host's bash runs first, as a login shell.
+    `setup`: a line that the host's bash runs first, as a login shell; if it fails, no agent starts. `python`: the
+    interpreter to run there. If it is empty: the ``python`` of `setup`; without `setup`, the notebook's path if it
+    exists on the host, else ``python3``.
     """
     options = {
         "BatchMode": "yes",

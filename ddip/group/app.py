@@ -45,7 +45,8 @@ class App:
     def catch_up(self, rebuild: Callable[[], None]) -> None:
         """Prepare the app on ranks that lack it, and notify it of a new process group.
 
-        If the notification fails on only some ranks, `rebuild` rebuilds the process group.
+        If the notification fails on only some ranks, `rebuild` rebuilds the process group. Raises GroupError if the app
+        cannot be prepared or `rebuild` fails; a failed notification is only printed.
         """
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
@@ -58,7 +59,10 @@ class App:
             self._unprepared.update(ranks)
 
     def release(self) -> None:
-        """Release the app on all ranks, before they leave the process group."""
+        """Release the app on all ranks, before they leave the process group.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
         if self.name is not None:
             self.choose(self.name)
             self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)))
@@ -72,7 +76,7 @@ class App:
         """Call a function of the app on `ranks`.
 
         If the call fails on only some of them, the ranks are out of step, and the process group is marked for a
-        rebuild.
+        rebuild. Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         try:
             return self._ranks.ask(ranks, call, release=self._manager.release)

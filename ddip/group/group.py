@@ -79,7 +79,8 @@ ASKING = "asking the ranks was interrupted"
 class Group:
     """A group of ranks, each a process that keeps its variables from cell to cell.
 
-    In a ``with`` statement, the group is shut down at the end of the block.
+    In a ``with`` statement, the group is shut down at the end of the block. After that, only its cells and its status
+    can be read; anything else raises GroupError.
 
     Parameters
     ----------
@@ -529,6 +530,11 @@ class Group:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).
 
         Idle ranks are not affected.
+
+        Raises
+        ------
+        BadInput
+            For a rank outside the group.
         """
         self.ranks.interrupt_what_runs(self._checked(ranks))
 
@@ -921,7 +927,13 @@ class Group:
             return shards.fetch_layout(self.ranks, name)
 
     def info(self) -> list[tables.RankInfo]:
-        """Return process, device, memory and activity of each rank, in rank order, even during a cell."""
+        """Return process, device, memory and activity of each rank, in rank order, even during a cell.
+
+        Raises
+        ------
+        RequestInterrupted
+            If the stop button was pressed.
+        """
         with stopping.note_presses(ASKING) as button:
             return status.rank_infos(self.ranks, self.spec, button)
 
@@ -947,5 +959,10 @@ class Group:
         """Return state, cell, position, rates, CPU time, memory and GPU of each rank, even during a cell.
 
         If a rank is busy, ddip takes a second sample after `seconds`, because a rate needs two samples.
+
+        Raises
+        ------
+        RequestInterrupted
+            If the stop button was pressed.
         """
         return vitals.sample_ranks(self.lifecycle, seconds)

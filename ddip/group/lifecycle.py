@@ -127,7 +127,10 @@ NewCluster = Callable[[Request], Cluster]
 
 
 def own_cluster(request: Request, spawn: bool) -> Cluster:
-    """Return a new cluster of this process for the requested group. With `spawn`, engines are not forked."""
+    """Return a new cluster of this process for the requested group. With `spawn`, engines are not forked.
+
+    Raises GroupError if a host or the run folder cannot be used.
+    """
     with limits.explain_errors():
         return OwnCluster(ipp_log, not spawn, [host.name for host in request.hosts], request.reach)
 
@@ -182,7 +185,8 @@ class Parts:
 class Lifecycle:
     """Starts, changes and ends the ranks of a group, and prepares them for each request.
 
-    Raises GroupError if the requested group did not form; no process is left running then.
+    Raises GroupError if the requested group did not form; no process is left running then. Raises BadInput for an
+    impossible request.
     """
 
     def __init__(
@@ -268,7 +272,11 @@ class Lifecycle:
             raise
 
     def change(self, request: Request, report: Report = ignore_progress) -> bool:
-        """Change the group to the requested one, and return False if nothing had to change."""
+        """Change the group to the requested one, and return False if nothing had to change.
+
+        Raises BadInput for an impossible request, PartitionError, GroupError if a rank is lost or busy or the group did
+        not form, and RequestInterrupted; the message says whether the group has changed.
+        """
         former = self.spec
         try:
             with self.turn:
@@ -298,7 +306,11 @@ class Lifecycle:
         return True
 
     def restart(self, request: Request = SAME, report: Report = ignore_progress) -> None:
-        """End every engine and start again without any variables: the same group, or the requested one."""
+        """End every engine and start again without any variables: the same group, or the requested one.
+
+        Raises BadInput or GroupError if the request cannot be met, and RequestInterrupted. If the start fails, there is
+        no group.
+        """
         request = places.restart_request(
             request.after(self.request), self.parts.ranks.cluster.hosts if self.alive else ()
         )
@@ -312,7 +324,10 @@ class Lifecycle:
             self._start(request)
 
     def shutdown(self) -> None:
-        """End all processes and remove all temporary files. A second call does nothing."""
+        """End all processes and remove all temporary files. A second call does nothing.
+
+        Raises RequestInterrupted, after everything has ended, if the stop button was pressed meanwhile.
+        """
         if os.getpid() != self._pid:
             return  # only the process that started the group may end it
         atexit.unregister(self.shutdown)
@@ -328,9 +343,9 @@ class Lifecycle:
             self.place.give_back()
 
     def replace_host(self, number: int, name: str, reach: Reach) -> None:
-        """Connect to the host `name` in place of the lost one with that number.
+        """Connect to the host `name` in place of the lost host `number`, or to that host again.
 
-        Raises GroupError; nothing has changed then.
+        `reach` applies to all hosts from now on. No rank starts. Raises GroupError; nothing has changed then.
         """
         self.progress(f"ddip: reaching {name}", 0.0)
         self.parts.ranks.cluster.replace_host(number, name, reach, time.monotonic() + self.options.timeout)
@@ -376,7 +391,10 @@ class Lifecycle:
     def ensure_ready_for_cell(
         self, ranks: Collection[int] | None = None, before: Cell | None = None, *, needs_group: bool = False
     ) -> None:
-        """Call `ensure_ready`, then print which variables an earlier fault left different across ranks."""
+        """Call `ensure_ready`, then print which variables an earlier fault left different across ranks.
+
+        Raises the errors of `ensure_ready`, and RequestInterrupted.
+        """
         self.ensure_ready(ranks, before, needs_group=needs_group)
         parts = self.parts
         if parts.differences.pending and parts.manager.healthy and not parts.cells.active_on(range(self.size), before):
@@ -441,7 +459,11 @@ class Lifecycle:
         self.seconds = time.monotonic() - began
 
     def rebuild(self) -> None:
-        """Rebuild the process group with the same ranks, after an abort or a cell has left it unusable."""
+        """Rebuild the process group with the same ranks, after an abort or a cell has left it unusable.
+
+        Raises PartitionError if hosts cannot reach each other, GroupError that names the ranks at fault, and
+        RequestInterrupted.
+        """
         deadline = time.monotonic() + self.options.timeout
         parts = self.parts
         with stopping.note_presses():

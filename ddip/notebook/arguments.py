@@ -393,10 +393,11 @@ def suggest_names(magic: str, missing: Sequence[str], known: Sequence[str]) -> s
 
 
 def ranks_to_show(typed: list[str] | None, ranks: list[int], size: int, usual: str) -> list[int]:
-    """Return the ranks whose output a cell on `ranks` shows; raises BadInput.
+    """Return the ranks whose output a cell on `ranks` shows.
 
-    `typed` is the value of -S. Without it, these are the ranks of the setting `usual` that run the cell, or if none of
-    them does, the first rank that runs it.
+    `typed` is the value of -S: all its ranks are returned, also those that do not run the cell. Without it, these are
+    the ranks of the setting `usual` that run the cell, or if none of them does, the first rank that runs it. Raises
+    BadInput if `typed` or `usual` is invalid, or if none of the typed ranks runs the cell.
     """
     if typed is not None:
         shown = parse_ranks(typed, size, "-S")

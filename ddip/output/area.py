@@ -345,7 +345,10 @@ PAGES = ("page", "set_next_input")
 
 
 def show_pages(payload: Sequence[dict[str, Any]]) -> bool:
-    """Show pages and set next inputs from a rank's reply `payload`; return False if there are none."""
+    """Show a rank's help pages and set next inputs; return True if the reply `payload` has any.
+
+    A terminal shows no next inputs. Returns False outside IPython.
+    """
     shell = get_ipython()
     pages = [page for page in payload if page.get("source") in PAGES]
     if not pages or shell is None:

@@ -41,7 +41,9 @@ class KernelBusy(KernelError):
 async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
     """Call the function `name` in the kernel of `manager` and return its result.
 
-    Raises KernelError, for example if the call takes longer than `seconds`, and KernelBusy if it could not begin.
+    `arguments` and the result must be JSON. Raises KernelBusy, a KernelError, if the call could not begin: nothing was
+    done then. Raises KernelError if the kernel has ended, or if the call fails or takes longer than `seconds`: it then
+    goes on in the kernel.
     """
     client = manager.client()
     client.start_channels(stdin=False, hb=False)

@@ -86,7 +86,10 @@ class Link:
             self.tell("bytes", stream, data)
 
     def heard(self, content: Mapping[str, Any], data: bytes) -> bool:
-        """Handle a message from the other end of the link; return True if it is about the streams, or a beat."""
+        """Handle a message from the other end; return True if it is about the streams, or a beat.
+
+        Call it for each message, in order of arrival. If one was lost, it sets `fault` and raises nothing.
+        """
         self._beats = 0
         self._received += 1
         if content["number"] != self._received:

@@ -43,6 +43,7 @@ class RemoteHost:
     """One host: the local process that connects to it, and the agent at its other end.
 
     `command` starts the agent; `name` is the user's name for the host; `relayed`: a relay such as ProxyJump is between.
+    Raises GroupError if the program of `command` is not on the PATH.
     """
 
     def __init__(self, name: str, command: Sequence[str], directory: str, relayed: bool = False) -> None:

@@ -143,7 +143,7 @@ def batch_script(typed: str) -> str:
 def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
     """Return the options for `count` further nodes like those of ``--slurm typed``.
 
-    The nodes `without` are excluded.
+    The nodes `without` are excluded. Raises BadInput if `typed` is invalid.
     """
     options = {name: value for name, value in parse_options(typed).items() if name not in NAMING}
     options["nodes"] = str(count)
@@ -208,7 +208,10 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
 
 
 def hold_job(job: int) -> bool:
-    """Keep a job that ddip submitted until `give_back`; return False if `job` does not run any more."""
+    """Keep a job that ddip submitted until `give_back`; return False if `job` does not run any more.
+
+    Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
+    """
     if not node_names(job):
         return False
     if job in _holds:
@@ -232,7 +235,10 @@ def own_job() -> int:
 
 
 def node_names(job: int) -> list[str]:
-    """Return the names of a running job's nodes, in Slurm's order; none if it does not run."""
+    """Return the names of a running job's nodes, in Slurm's order; none if it does not run.
+
+    Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
+    """
     state, _, compressed = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%T|%N").partition("|")
     return _slurm_output("scontrol", "show", "hostnames", compressed).split() if state == "RUNNING" else []
 
@@ -240,7 +246,7 @@ def node_names(job: int) -> list[str]:
 def seconds_left(job: int) -> float | None:
     """Return the seconds until the job's time limit.
 
-    None if it has no limit, does not run, or Slurm does not answer.
+    None if it has no limit, does not run, or Slurm does not answer. Raises GroupError if there is no Slurm command.
     """
     try:
         text = _slurm_output("squeue", "--noheader", f"--jobs={job}", "--format=%L", seconds=SHOW_SECONDS)
@@ -254,7 +260,10 @@ def seconds_left(job: int) -> float | None:
 
 
 def count_gpus(job: int, node: str) -> int:
-    """Return the number of GPUs that a job has on a node, whatever option requested them."""
+    """Return the number of GPUs that a job has on a node, whatever option requested them.
+
+    Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
+    """
     text = _slurm_output("scontrol", "--details", "--oneliner", "show", "job", str(job))
     for names, gres in re.findall(r"\sNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", text):
         if node in _slurm_output("scontrol", "show", "hostnames", names).split():
@@ -263,7 +272,10 @@ def count_gpus(job: int, node: str) -> int:
 
 
 def step_command(job: int, node: str) -> list[str]:
-    """Return the start of the srun command for a step on `node` of `job`, with all its resources there."""
+    """Return the start of the srun command for a step on `node` of `job`, with all its resources there.
+
+    Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
+    """
     gpu_count = count_gpus(job, node)
     words = ["--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0", "--unbuffered", "--quiet"]
     # the total, not --gpus-per-node: Slurm refuses the latter if the job's nodes have different numbers of GPUs

@@ -124,7 +124,10 @@ class Differences:
         return bool(self._failed)
 
     def report_fault(self) -> None:
-        """Compare the ranks after a fault, and print any differences."""
+        """Compare the ranks after a fault, and print any differences.
+
+        Raises RequestInterrupted, and the next call compares again; a failed comparison is only printed.
+        """
         failed, self._failed = self._failed, []
         try:
             found = self._compare(failed)
@@ -177,12 +180,18 @@ class Differences:
         return found
 
     def rank_marks(self) -> list[int]:
-        """Return the hashes of the attributes whose value is the rank's own number on every rank."""
+        """Return the hashes of the attributes whose value is the rank's own number on every rank.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
         calls = {rank: on_rank.rank_marks(rank) for rank in range(len(self._ranks.members))}
         return sorted(set.intersection(*(set(marks) for marks in self._ranks.ask_soon(calls))))
 
     def refuse_stale(self, marks: list[int], size: int) -> None:
-        """Make objects created for a former group of `size` ranks refuse to work, and print their names."""
+        """Make objects created for a former group of `size` ranks refuse to work, and print their names.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
         answers = self._ask_all(on_rank.refuse_stale(marks, size))
         paths = list(dict.fromkeys(path for answer in answers for path in answer))
         if paths:

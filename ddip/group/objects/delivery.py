@@ -46,7 +46,8 @@ _numbers = itertools.count(1)
 def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
     """Put pickled objects into the namespaces of the ranks `to`, either all of them or none.
 
-    The names `along` do not replace existing variables.
+    The names `along` do not replace existing variables. Raises TransferError if a rank cannot unpickle one,
+    RequestFailed, and RequestInterrupted; no variable has changed then.
     """
     number = next(_numbers)
     with stopping.note_presses() as button:

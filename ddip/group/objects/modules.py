@@ -238,7 +238,10 @@ class Modules:
         """Digest of each module, by the run folder of its host."""
 
     def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
-        """Bring `sources` to all other hosts that lack them or have other versions."""
+        """Bring `sources` to all other hosts that lack them or have other versions.
+
+        Raises RequestFailed or RequestInterrupted; some hosts may have received modules then.
+        """
         changed = self._send_sources(ranks, sources, progress)
         by_host = _ranks_elsewhere(ranks)
         calls = {
@@ -262,7 +265,10 @@ class Modules:
         )
 
     def send_again(self, ranks: Ranks, progress: Report) -> None:
-        """Send all pushed modules to hosts that lack them, as hosts do after a restart."""
+        """Send all pushed modules to hosts that lack them, as hosts do after a restart.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
         self._send_sources(ranks, [*self._sources.values()], progress)
 
     def _send_sources(self, ranks: Ranks, sources: Sequence[Source], progress: Report) -> dict[int, list[str]]:

@@ -125,7 +125,8 @@ def fetch_variables(
 ) -> list[Fetched]:
     """Fetch the pickled variables `names` of each of the ranks `of`.
 
-    Names that their functions read come along, unless the receiver knows them: `known`.
+    Names that their functions read come along, unless the receiver knows them: `known`. Raises RequestFailed or
+    RequestInterrupted; missing names and failed pickles raise nothing here, but in `pickled_values`.
     """
     with stopping.note_presses():
         try:
@@ -188,7 +189,8 @@ def pull_values(
 ) -> tuple[list[dict[str, Any]], Transferred]:
     """Return the objects `names` of each of the ranks `of`, in order, and what was transferred.
 
-    Names that their functions read, and that the notebook lacks, become variables of the notebook.
+    Names that their functions read, and that the notebook lacks, become variables of the notebook. Raises TransferError
+    if one is missing or cannot be pickled or unpickled, RequestFailed, and RequestInterrupted.
     """
     all_fetched = fetch_variables(ranks, names, of, progress, known_names())
     values = [unpickle_values(fetched) for fetched in all_fetched]
@@ -235,7 +237,10 @@ def pickled_values(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
 
 
 def unpickle_values(fetched: Fetched) -> dict[str, Any]:
-    """Unpickle the fetched objects and return them; names that came along become notebook variables."""
+    """Unpickle the fetched objects and return them; names that came along become notebook variables.
+
+    Raises TransferError if one is missing, or cannot be pickled or unpickled.
+    """
     pickled, values = pickled_values(fetched, "pulled"), dict[str, Any]()
     loader, variables = Loader(pickled), pickling.main_variables()
     before = {name: variables[name] for name in fetched.reply["along"] if name in variables}

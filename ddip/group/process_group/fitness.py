@@ -35,7 +35,10 @@ class Fitness:
         """The ranks that were found unable to join any group."""
 
     def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """Return the idle ranks that cannot form even a group of one, each with its error."""
+        """Return the idle ranks that cannot form even a group of one, each with its error.
+
+        Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
+        """
         free = [rank for rank in self._ranks.live if rank not in self._ranks.busy]
         unfit: dict[int, RankError] = {}
         while free:

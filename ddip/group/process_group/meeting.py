@@ -143,9 +143,10 @@ class RendezvousFactory:
         return answer
 
     def hold_port(self, holder: Host | None = None) -> tuple[int, int]:
-        """Hold another MASTER_PORT on `holder`, or on the same host as before.
+        """Reserve a new MASTER_PORT, release the former one, and return both: the former and the new one.
 
-        Returns the former port and the new one.
+        The port is on `holder`, by default the host of the former port, at first host 0. The former port is 0 if there
+        was none. Raises HostLost if the host is lost or does not answer.
         """
         former, self._holder = self._holder, holder or self._holder or self._host_at(0)
         same_host = former is self._holder

@@ -214,7 +214,10 @@ class ProcessGroupManager:
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
     def leave(self, deadline: float) -> LostObjects:
-        """Let all ranks leave their group, whatever its state; return the number of objects that end with it."""
+        """Let all ranks leave their group, whatever its state; return the number of objects that end with it.
+
+        Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends; `healthy` is False then.
+        """
         if not self.healthy:
             self.release()
         self.healthy = False

@@ -57,7 +57,8 @@ class Profiling:
         """Profile the cell that runs on `ranks` inside this context.
 
         However the cell ends, the records of its ranks are collected and shown below the notebook's cell, except for
-        ranks that are `stuck` then.
+        ranks that are `stuck` then. Raises RequestInterrupted, or GroupError if the controller ends; if the cell has
+        failed, only the cell's error. `result` stays None if there is no profile.
         """
         self.prepare(ranks)
         try:

@@ -73,9 +73,9 @@ def error_data(error: RankError) -> ErrorData:
 def rank_texts(
     messages: Iterable[tuple[int, Message]], ranks: Iterable[int], limit: int, most: int = TEXT_CHARACTERS
 ) -> dict[int, tuple[str, bool]]:
-    """Return the text that each of `ranks` shows, without colours, and True if that is cut to its end.
+    """Return each rank's output as plain text, and True if only its last `most` characters are left.
 
-    The end has at most `most` characters. `limit` is the length above which a view omits the middle.
+    `limit` is the length of one stream's text above which its middle is omitted, with a line that says how much.
     """
     transcripts = {rank: RankTranscript(limit) for rank in ranks}
     for rank, message in messages:

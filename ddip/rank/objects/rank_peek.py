@@ -303,11 +303,12 @@ def _close_memory(memory: SharedBytes | bytearray) -> None:
 
 
 def take_peek(number: int, names: list[str], most: int, known: str) -> Peeked:
-    """Pickle the current values of `names` while a cell may run, with errors by name and missing names.
+    """Pickle the current values of `names`, even while a cell runs; return the pickles, or what failed.
 
-    Pickles longer than `most` bytes are stored on the rank until `drop_peek`: in shared memory of this host, or for
-    `part_of_peek`.
-    Names in `known` are not sent along with functions that read them. Raises RuntimeError if the request timed out.
+    If a name is missing, or a value cannot be pickled, there are no values. `number` identifies the request for
+    `part_of_peek` and `drop_peek`: until then, pickles longer than `most` bytes stay on the rank, in shared memory of
+    this host or for `part_of_peek`. The names in `known`, separated by spaces, are not sent along with functions that
+    read them. Raises RuntimeError if the request timed out.
     """
     try:
         peek = _begin_peek(number)

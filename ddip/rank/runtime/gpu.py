@@ -67,7 +67,10 @@ class Gpu:
         return self.device.type == "cuda" and torch.cuda.is_initialized()
 
     def use(self, device: torch.device) -> None:
-        """Set the rank's device."""
+        """Make `device` the rank's device and, if it is a GPU, torch's current one.
+
+        Call this on the main thread before the group forms: it creates the stream for copies.
+        """
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)

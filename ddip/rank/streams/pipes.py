@@ -53,7 +53,11 @@ class Lines:
     """Incomplete lines, by PID, or by the negative number of the descriptor."""
 
     def add(self, new: ProcessText) -> Iterator[ProcessText]:
-        """Add `new`; yield complete lines, and a line that its process left incomplete on another stream."""
+        """Add `new`; yield the text that can be shown now, and keep an incomplete line for the next call.
+
+        An incomplete line is yielded if it exceeds LINE_CHARACTERS, or if its process continues on another stream or
+        for another cell. `new` is added only once the caller iterates.
+        """
         key = new.writer or -new.stream
         before = self._incomplete.pop(key, None)
         text = new.text
