@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
 from ddip.protocol import switches
+from ddip.protocol.reports import Ends
 from ddip.rank.native import lost_waits, self_tests, sockets
 
 from .conftest import NewGroup
@@ -56,6 +58,17 @@ def test_native_mechanisms_work_here_and_their_self_tests_detect_failures(monkey
     assert sockets.can_shut_down() and sockets.can_fence() and lost_waits.is_possible()
     monkeypatch.setenv("DDIP_NATIVE", "0")
     assert not sockets.can_shut_down() and not sockets.can_fence() and lost_waits.find_waits() == {}
+
+
+def test_a_loaded_machine_turns_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sockets.shut_down
+
+    def shut_down_late(connections: list[Ends]) -> int:
+        threading.Timer(1.2, real, [connections]).start()
+        return len(connections)
+
+    monkeypatch.setattr(sockets, "shut_down", shut_down_late)
+    assert sockets.can_shut_down()
 
 
 def test_the_start_lists_disabled_mechanisms(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:

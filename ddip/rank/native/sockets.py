@@ -32,6 +32,8 @@ MAPPED_IPV4 = "::ffff:"
 """Prefix of an IPv4 address on an IPv6 socket."""
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A classic Berkeley packet filter program: ``ret 0``, accept no packet."""
+TEST_SECONDS = 10.0
+"""Longest wait of a self-test: a loaded machine may need seconds, and a failure turns off the unblocking of ranks."""
 
 
 def _iterate_tcp_sockets() -> Iterator[tuple[int, socket.SocketType]]:
@@ -121,11 +123,11 @@ def can_shut_down() -> bool:
     """Return whether `shut_down` ends a test connection; raises OSError if that cannot be made."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()[:2], 1) as client,
+        socket.create_connection(server.getsockname()[:2], TEST_SECONDS) as client,
     ):
-        server.settimeout(1)
+        server.settimeout(TEST_SECONDS)
         with server.accept()[0] as accepted:
-            accepted.settimeout(1)
+            accepted.settimeout(TEST_SECONDS)
             ends = _find_ends(client)
             return ends is not None and shut_down([ends]) == 1 and accepted.recv(1) == b""
 
