@@ -78,8 +78,6 @@ def test_training_after_an_unblocked_wait_equals_an_undisturbed_run(ranks: ddip.
 def test_a_rank_is_awaited_if_a_thread_may_take_its_part(ranks: ddip.Group) -> None:
     ranks.run("""
         def reduce_late(): time.sleep(1.5); dist.all_reduce(x)
-        if rank == 1: threading.Thread(target=dist.all_reduce, args=(torch.ones(1),)).start()  # has used the group
-        else: dist.all_reduce(torch.ones(1))
         threading.Thread(target=reduce_late).start() if rank == 1 else dist.all_reduce(x)
     """)
     ranks.run("time.sleep(0.1); assert x.tolist() == [2.0] * 3, x")

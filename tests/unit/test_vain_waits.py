@@ -18,9 +18,7 @@ from .test_steps import ALL, PAIR, group_use
         ({ALL: group_use(7)}, {ALL: group_use(8)}, False),
         ({ALL: group_use(8)}, {}, False),  # it has left the group, or cannot know
         ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="yes")}, False),
-        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="maybe")}, True),
-        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="maybe", by_main=False)}, False),
-        ({ALL: group_use(8, by_main=False)}, {ALL: group_use(7, may_begin="maybe")}, False),
+        ({ALL: group_use(8)}, {ALL: group_use(7, may_begin="maybe")}, False),
         ({ALL: group_use(7), PAIR: group_use(1, [1, 2])}, {ALL: group_use(7)}, False),
         ({ALL: group_use(7), PAIR: group_use(1, [0, 1])}, {ALL: group_use(7), PAIR: group_use(0, [0, 1])}, True),
         ({PAIR: group_use(1, [0, 1])}, {PAIR: group_use(0, [0, 2])}, False),  # another group of this name

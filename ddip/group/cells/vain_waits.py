@@ -71,7 +71,7 @@ def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int
         members = members_of(use, size)
         for other, theirs in by_ended.items() if rank in members else ():
             lacking = theirs.get(group)
-            if lacking is None or members_of(lacking, size) != members or not _is_final(use, lacking):
+            if lacking is None or members_of(lacking, size) != members or lacking["may_begin"] != "no":
                 continue
             if use["collectives"] > lacking["collectives"]:
                 return True
@@ -96,15 +96,6 @@ def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, s
 def members_of(use: GroupUse, size: int) -> list[int]:
     """Return the ranks of a group."""
     return list(range(size)) if use["ranks"] is None else use["ranks"]
-
-
-def _is_final(use: GroupUse, theirs: GroupUse) -> bool:
-    """Return True if no thread of the ended rank may begin another operation in the group.
-
-    A thread that has not used the group so far counts only if threads have used it on some rank.
-    """
-    by_main = use["by_main"] and theirs["by_main"]
-    return theirs["may_begin"] == "no" or (theirs["may_begin"] == "maybe" and by_main)
 
 
 def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse) -> bool:
