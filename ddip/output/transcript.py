@@ -69,6 +69,23 @@ class Area:
 Item: TypeAlias = "Text | Display | Area"
 
 
+class _Displays:
+    """The displays in a list of items, found without a walk over all of them."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.by_id: dict[str | None, list[Display]] = {}
+        self.below: list[Display] = []
+        """Those to show below the tabs, in order."""
+        for item in _all_displays(items):
+            self.add(item)
+
+    def add(self, item: Display) -> None:
+        """Add a display that comes after all others."""
+        self.by_id.setdefault(item.display_id, []).append(item)
+        if item.below:
+            self.below.append(item)
+
+
 class RankTranscript:
     """The output of one rank, as it grows."""
 
@@ -81,6 +98,8 @@ class RankTranscript:
         self._areas: dict[str, Area] = {}
         self._capturing: list[str] = []
         self._clear_next: list[Item] | None = None
+        self._displays: _Displays | None = None
+        """Displays in `items`; None if they have to be collected again."""
 
     def text(self, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Append `text` to a stream, or replace the stream from `line` on with it (``Screen.jump``)."""
@@ -117,8 +136,20 @@ class RankTranscript:
         if model in self._areas:
             if self._areas[model] not in self._target:
                 self._target.append(self._areas[model])
+                self._displays = None
             return
-        self._target.append(Display(data, metadata or {}, display_id, below))
+        item = Display(data, metadata or {}, display_id, below)
+        displays = self._found_displays
+        self._target.append(item)
+        displays.add(item)
+        if below and self._target is not self.items:  # the order of those below is that of `items`
+            self._displays = None
+
+    @property
+    def _found_displays(self) -> _Displays:
+        if self._displays is None:
+            self._displays = _Displays(self.items)
+        return self._displays
 
     @property
     def empty(self) -> bool:
@@ -133,19 +164,20 @@ class RankTranscript:
     @property
     def below(self) -> list[Display]:
         """The displays to show below the tabs."""
-        return [item for item in _all_displays(self.items) if item.below]
+        return self._found_displays.below
 
     def update(self, data: Bundle, metadata: Bundle | None, display_id: str, below: bool = False) -> bool:
         """Change the displays with `display_id`, and return True if there are any.
 
         `below`: show them below the tabs from now on, which cannot hold them.
         """
-        found = [item for item in _all_displays(self.items) if item.display_id == display_id]
+        found = self._found_displays.by_id.get(display_id, [])
         for item in found:
             if is_ours(display_id):
                 item.first = item.first or item.data
             item.data, item.metadata = data, metadata or {}
-            item.below = item.below or below
+            if below and not item.below:
+                item.below, self._displays = True, None
         self.changed = self.changed or bool(found)
         return bool(found)
 
@@ -153,6 +185,7 @@ class RankTranscript:
         """Remove the displays of the widget `model`."""
         for items in (self.items, *(area.items for area in self._areas.values())):
             items[:] = [item for item in items if not (isinstance(item, Display) and item.shows(model))]
+        self._displays = None
         self.changed = True
 
     def clear(self, wait: bool) -> None:
@@ -160,6 +193,7 @@ class RankTranscript:
         self._clear_next = self._target if wait else None
         if not wait:
             self._target.clear()
+            self._displays = None
             self.changed = True
 
     def is_area(self, model: str) -> bool:
@@ -197,6 +231,7 @@ class RankTranscript:
         if self._clear_next is not None and self._clear_next is self._target:
             self._clear_next = None
             self._target.clear()
+            self._displays = None
 
 
 def _is_empty(items: Sequence[Item]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddip.errors import RankError
+from ddip.output import transcript
 from ddip.output.page.bundles import LIVE_CHARACTERS
 from ddip.output.transcript import WIDGET, RankTranscript, plain_of
 from ddip.output.views.grouped import Grouped
@@ -555,6 +556,52 @@ def test_clear_waits_for_the_next_output() -> None:
     assert plain_of(shown.items) == "b"
     shown.clear(wait=False)
     assert shown.items == [] and shown.changed
+
+
+@pytest.mark.parametrize("style", [Tabs, Grouped])
+def test_a_display_costs_the_same_however_many_there_are(
+    page: Page, style: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked = 0
+
+    def count_walked(items: list[transcript.Item]) -> list[transcript.Display]:
+        nonlocal walked
+        walked += len(items)
+        return all_displays(items)
+
+    all_displays = transcript._all_displays
+    monkeypatch.setattr(transcript, "_all_displays", count_walked)
+    view = style(page, [0, 1], LIMIT)
+    for number in range(1000):
+        view.display(0, {"text/plain": str(number)}, {}, f"display {number}")
+        view.update(0, {"text/plain": f"changed {number}"}, {}, f"display {number // 2}")
+    assert walked < 10
+    shown = plain_of(view.section(0).items).splitlines()
+    assert shown[:2] == ["changed 1", "changed 3"] and shown[-1] == "999"
+
+
+def test_displays_are_found_after_each_kind_of_change() -> None:
+    shown = RankTranscript(LIMIT)
+    shown.display({"text/plain": "1"}, display_id="one")
+    shown.display({WIDGET: {"model_id": "m"}}, display_id="two", below=True)
+    assert [item.display_id for item in shown.below] == ["two"]
+    assert shown.update({"text/plain": "2"}, None, "one", below=True)
+    assert [item.display_id for item in shown.below] == ["one", "two"]
+    shown.close_widget("m")
+    assert [item.display_id for item in shown.below] == ["one"] and not shown.update({}, None, "two")
+    shown.clear(wait=True)
+    assert shown.update({"text/plain": "3"}, None, "one")
+    shown.display({"text/plain": "4"}, display_id="three")
+    assert not shown.update({}, None, "one") and shown.below == []
+    shown.add_area("area")
+    shown.display({WIDGET: {"model_id": "area"}})
+    shown.capture("area", True)
+    shown.display({"text/plain": "5"}, display_id="four", below=True)
+    shown.capture("area", False)
+    shown.display({"text/plain": "6"}, display_id="five", below=True)
+    assert [item.display_id for item in shown.below] == ["four", "five"] and shown.update({}, None, "four")
+    shown.clear(wait=False)
+    assert shown.below == [] and not shown.update({}, None, "five")
 
 
 def test_an_output_widget_captures_until_capturing_is_switched_off() -> None:
