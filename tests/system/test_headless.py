@@ -192,7 +192,7 @@ def test_ddip_works_in_jupyter_console(tmp_path: Path, monkeypatch: pytest.Monke
     assert re.search(r"ddip: 2 ranks on the CPU, gloo, \d", console.run("%makedip -n 2"))
     shown = console.run("%%dip -S all\nprint('I am', rank)")
     assert "[rank 0] I am 0" in shown and "[rank 1] I am 1" in shown
-    console.begin("%%dip\nimport torch.distributed as dist\nif rank: dist.barrier()")
+    console.begin("%%dip\nimport torch, torch.distributed as dist\nif rank: dist.recv(torch.ones(1))  # from any rank")
     console.child.expect("Ctrl-C ends the cell and keeps all variables", timeout=180)
     console.child.sendintr()
     assert "the cell was interrupted on rank 1" in console.finish()
