@@ -91,6 +91,27 @@ def test_a_rank_is_awaited_if_a_thread_may_take_its_part(ranks: ddip.Group) -> N
     ranks.run("time.sleep(0.1); assert x.tolist() == [2.0] * 3, x")
 
 
+PARTS_OF_RANK_1 = {
+    "timer": "threading.Timer(0.6, dist.all_reduce, [x]).start()",
+    "executor": "pool = ThreadPoolExecutor(1); pool.submit(time.sleep, 0.6); pool.submit(dist.all_reduce, x)",
+    "task": "task = asyncio.ensure_future(reduce_late())",
+    "loop": "threading.Thread(target=asyncio.run, args=[reduce_late()]).start()",
+    "callback": "dist.all_reduce(y, async_op=True).get_future().then(lambda _: (time.sleep(0.6), dist.all_reduce(x)))",
+}
+
+
+@pytest.mark.parametrize("name", few(PARTS_OF_RANK_1, "executor", "task"))
+def test_a_rank_is_awaited_if_code_without_a_frame_may_take_its_part(ranks: ddip.Group, name: str) -> None:
+    ranks.run(f"""
+        import asyncio; from concurrent.futures import ThreadPoolExecutor
+        y = torch.ones(3)
+        async def reduce_late(): await asyncio.sleep(0.6); dist.all_reduce(x)
+        if rank == 1: {PARTS_OF_RANK_1[name]}
+        else: {"dist.all_reduce(y);" * (name == "callback")} dist.all_reduce(x)
+    """)
+    ranks.run("time.sleep(0.1); assert x.tolist() == [2.0] * 3, x")
+
+
 def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:
     waiting = ranks.start("dist.all_reduce(x)", ranks=[0])
     ranks.run("time.sleep(1); dist.all_reduce(x)", ranks=[1])

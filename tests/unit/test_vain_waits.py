@@ -32,6 +32,13 @@ def test_rank_1_waits_in_vain_for_rank_0_on_which_the_cell_has_ended(begun: Begu
     assert vain_waits.is_in_vain(1, begun, {0: ended}, 3) == is_vain
 
 
+def test_operations_of_earlier_cells_are_not_waited_for() -> None:
+    begun, former = {ALL: group_use(8, messages={"to 0": 1})}, {ALL: group_use(8, messages={"to 0": 1})}
+    assert not vain_waits.is_in_vain(1, begun, {0: {ALL: group_use(7)}}, 3, former)
+    assert vain_waits.is_in_vain(1, {ALL: group_use(9)}, {0: {ALL: group_use(7)}}, 3, former)
+    assert vain_waits.is_in_vain(1, {ALL: group_use(8, messages={"to 0": 2})}, {0: {ALL: group_use(8)}}, 3, former)
+
+
 def test_an_ended_process_must_be_in_every_group_used_in_the_cell() -> None:
     former, begun = {ALL: group_use(3), PAIR: group_use(1, [1, 2])}, {ALL: group_use(4), PAIR: group_use(1, [1, 2])}
     assert vain_waits.uses_groups_of([0], begun, former, 3)

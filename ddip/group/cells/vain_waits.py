@@ -52,30 +52,41 @@ class VainWaits:
         self._due, self._pause = time.monotonic() + self._pause, min(2 * self._pause, MOST_SECONDS)
         if self._last.keys() != set(running) or self._last != last:
             return False
-        size = len(self._ranks.members)
         begun = {rank: report.get("begun", {}) for rank, report in reports.items() if report is not None}
+        if not self._are_in_vain(begun, ended):
+            return False
+        # a thread or task of an ended rank may have begun operations since
+        answers = self._ranks.call_on_control_channel(list(begun), on_rank.begun_operations(), ANSWER_SECONDS)
+        return self._are_in_vain({rank: answer or {} for rank, answer in answers.items()}, ended)
+
+    def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int]) -> bool:
+        """Return True if each rank of the last look waits in vain, as `is_in_vain` or `uses_groups_of` decide."""
+        size = len(self._ranks.members)
         return all(
-            is_in_vain(rank, wait["begun"], begun, size)
+            is_in_vain(rank, wait["begun"], by_ended, size, self._former(rank))
             or uses_groups_of(ended, wait["begun"], self._former(rank), size)
             for rank, wait in self._last.items()
         )
 
 
-def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int) -> bool:
-    """Return True if `rank` has begun an operation whose part an ended rank will never begin.
+def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int, former: Begun | None = None) -> bool:
+    """Return True if `rank` has begun an operation in this cell whose part an ended rank will never begin.
 
     `begun` has the operations of `rank`, and `by_ended` those of each rank on which the cell has ended; `size`: number
-    of ranks in the default group.
+    of ranks in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
+    those that earlier cells have left, such as an ``isend`` that a later cell receives.
     """
     for group, use in begun.items():
+        before = (former or {}).get(group) or {"collectives": 0, "messages": {}}
         members = members_of(use, size)
         for other, theirs in by_ended.items() if rank in members else ():
             lacking = theirs.get(group)
             if lacking is None or members_of(lacking, size) != members or lacking["may_begin"] != "no":
                 continue
-            if use["collectives"] > lacking["collectives"]:
+            if use["collectives"] > max(lacking["collectives"], before["collectives"]):
                 return True
-            if _lacks_message(members.index(rank), use, members.index(other), lacking):
+            new = {way for way, number in use["messages"].items() if number > before["messages"].get(way, 0)}
+            if _lacks_message(members.index(rank), use, members.index(other), lacking, new):
                 return True
     return False
 
@@ -98,8 +109,12 @@ def members_of(use: GroupUse, size: int) -> list[int]:
     return list(range(size)) if use["ranks"] is None else use["ranks"]
 
 
-def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse) -> bool:
-    """Return True if a send or receive of rank `here` of a group has no counterpart on the ended rank `there`."""
-    received = use["messages"].get(f"from {there}", 0) > theirs["messages"].get(f"to {here}", 0)
-    sent = use["messages"].get(f"to {there}", 0) > theirs["messages"].get(f"from {here}", 0)
+def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse, new: Collection[str]) -> bool:
+    """Return True if a send or receive of rank `here` of a group has no counterpart on the ended rank `there`.
+
+    Only the directions in `new` count, such as ``to 1``.
+    """
+    source, target = f"from {there}", f"to {there}"
+    received = source in new and use["messages"][source] > theirs["messages"].get(f"to {here}", 0)
+    sent = target in new and use["messages"][target] > theirs["messages"].get(f"from {here}", 0)
     return received or (sent and "from any" not in theirs["messages"])

@@ -8,13 +8,15 @@ operation in between, the group is no longer reported.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import CodeType
+from concurrent.futures import thread as executors
+from types import CodeType, FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +27,9 @@ from ddip.rank.runtime import c10d, libraries
 MAX_LINES = 1000
 """Number of latest collectives per group whose lines are kept."""
 TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.run_forever.__code__
+"""Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
+_LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
 _tallies: dict[int, Tally] = {}
 """Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
@@ -167,19 +172,33 @@ def tally_of(group: dist.ProcessGroup) -> Tally:
 def threads_may_begin() -> MayBegin:
     """Judge by their stacks whether threads that cells have started may begin collectives in any group.
 
-    A thread in ``torch.distributed`` will ("yes"), one in a user's code may ("maybe"), and one in libraries only, such
-    as tqdm's monitor or an idle worker of an executor, will not ("no").
+    A thread in ``torch.distributed`` will ("yes"), and one in a user's code may ("maybe"), like a timer, a job of an
+    executor, which may have queued others, and an asyncio task of any thread. One in libraries only, such as tqdm's
+    monitor or an idle worker of an executor, will not ("no").
     """
-    answer: MayBegin = "no"
-    threads = [thread for thread in threading.enumerate() if getattr(thread, "ddip_cell", None)]
-    frames = sys._current_frames() if threads else {}
-    for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if TORCH_DISTRIBUTED in path:
-                return "yes"
-            if not libraries.is_librarys(path):
-                answer = "maybe"
-            frame = frame.f_back
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    answers = {_judge_thread(threads.get(ident), frame) for ident, frame in sys._current_frames().items()}
+    return next((answer for answer in _LIKELIEST_FIRST if answer in answers), "no")
+
+
+def _judge_thread(thread: threading.Thread | None, frame: FrameType | None) -> MayBegin:
+    """Judge one thread with the innermost `frame`; `thread` is None for one of C++, such as runs a future's callback."""
+    is_from_c = thread is None or isinstance(thread, threading._DummyThread)
+    is_from_cell = is_from_c or bool(getattr(thread, "ddip_cell", None))
+    answer: MayBegin = "maybe" if is_from_cell and isinstance(thread, threading.Timer) else "no"
+    while frame is not None:
+        code = frame.f_code
+        if is_from_cell and TORCH_DISTRIBUTED in code.co_filename:
+            return "yes"
+        if is_from_cell and (code is _RUN_JOB or not libraries.is_librarys(code.co_filename)):
+            answer = "maybe"
+        if code is _RUN_LOOP and _has_users_task(frame.f_locals["self"]):
+            answer = "maybe"
+        frame = frame.f_back
     return answer
+
+
+def _has_users_task(loop: asyncio.AbstractEventLoop) -> bool:
+    """Return whether `loop` has an unfinished task whose code is not a library's."""
+    codes = (getattr(task.get_coro(), "cr_code", None) for task in asyncio.all_tasks(loop))
+    return any(code is not None and not libraries.is_librarys(code.co_filename) for code in codes)
