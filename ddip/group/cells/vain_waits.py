@@ -56,8 +56,8 @@ class VainWaits:
         if not self._are_in_vain(begun, ended):
             return False
         # a thread or task of an ended rank may have begun operations since
-        answers = self._ranks.call_on_control_channel(list(begun), on_rank.begun_operations(), ANSWER_SECONDS)
-        return self._are_in_vain({rank: answer or {} for rank, answer in answers.items()}, ended)
+        latest = self._ranks.call_on_control_channel(list(begun), on_rank.begun_operations(), ANSWER_SECONDS)
+        return self._are_in_vain({rank: answer or {} for rank, answer in latest.items()}, ended)
 
     def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int]) -> bool:
         """Return True if each rank of the last look waits in vain, as `is_in_vain` or `uses_groups_of` decide."""
@@ -77,15 +77,16 @@ def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int
     those that earlier cells have left, such as an ``isend`` that a later cell receives.
     """
     for group, use in begun.items():
-        before = (former or {}).get(group) or {"collectives": 0, "messages": {}}
+        before = (former or {}).get(group)
+        done, messages = (before["collectives"], before["messages"]) if before else (0, dict[str, int]())
         members = members_of(use, size)
         for other, theirs in by_ended.items() if rank in members else ():
             lacking = theirs.get(group)
             if lacking is None or members_of(lacking, size) != members or lacking["may_begin"] != "no":
                 continue
-            if use["collectives"] > max(lacking["collectives"], before["collectives"]):
+            if use["collectives"] > max(lacking["collectives"], done):
                 return True
-            new = {way for way, number in use["messages"].items() if number > before["messages"].get(way, 0)}
+            new = {way for way, number in use["messages"].items() if number > messages.get(way, 0)}
             if _lacks_message(members.index(rank), use, members.index(other), lacking, new):
                 return True
     return False
