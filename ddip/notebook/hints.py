@@ -19,7 +19,7 @@ from IPython.core.completer import Completion
 from ddip.errors import CellError, DdipError, LocalCellFailed, RankError, ranks_text
 from ddip.notebook.completion import ANSWER_SECONDS, MagicCompleter
 from ddip.notebook.first_lines import skip_comments
-from ddip.output.area import notify, notify_late
+from ddip.output.area import notify, print_late_output
 from ddip.output.terminal_text import strip_escapes
 from ddip.protocol.start_methods import NOT_FORKED
 
@@ -138,7 +138,7 @@ class Hints:
     # -- after a cell
 
     def _before_cell(self, info: Any) -> None:
-        notify_late()
+        print_late_output()
 
     def _after_cell(self, result: Any) -> None:
         error = result.error_in_exec or result.error_before_exec

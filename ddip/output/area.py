@@ -330,8 +330,11 @@ def stop_name() -> str:
     return "the stop button" if is_page() else "Ctrl-C"
 
 
-def notify_late() -> None:
-    """Print the late output of ended cells; called before each cell of a terminal."""
+def print_late_output() -> None:
+    """Print the output of background cells that a terminal holds back until its next cell.
+
+    Called before each cell, and when a cell waits for a background cell.
+    """
     with _lock:
         texts = list(_late_texts)
         _late_texts.clear()

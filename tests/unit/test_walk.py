@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,3 +136,14 @@ def test_a_path_has_no_caches() -> None:
     before = Walk({"path": path}, process_wide=False).finish().values
     assert str(path) and path.name and hash(path)
     assert Walk({"path": path}, process_wide=False).finish().values == before
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "Philox", "SFC64"])
+@pytest.mark.parametrize("generator", [np.random.Generator, np.random.RandomState])
+def test_generators_of_numpy_that_differ_are_found(generator: Any, kind: str) -> None:
+    one, other = (generator(getattr(np.random, kind)(7)) for _ in range(2))
+    with np.printoptions(threshold=3):  # as a user may set it: texts of arrays are abbreviated
+        values = [Walk({"it": each}, process_wide=False).finish().values["it"] for each in (one, other)]
+        assert values[0] == values[1]
+        other.bytes(4)
+        assert Walk({"it": other}, process_wide=False).finish().values["it"] != values[0]

@@ -119,7 +119,11 @@ class Job:
 
     @property
     def weight(self) -> float:
-        """Factor of this rank's loss. The mean over ranks of the weighted losses is the loss of one process."""
+        """Factor of this rank's loss. The mean over ranks of the weighted losses is the loss of one process.
+
+        It is final once the used items are counted. It is 0 for a filler batch, whose loss may be NaN: multiply with
+        `weighted_loss`.
+        """
         weight = self.plan.weights[self.step]
         if self.reductions.reduction_of(self.learn.loss_func) == "sum":
             return float(rank_exchange.world_size()) if weight else 0.0
@@ -200,9 +204,11 @@ class Job:
         )
 
     def end_backward(self) -> None:
-        """After a model's first backward pass, average its gradients and note which parameters are used.
+        """Average the gradients of newly trainable parameters, and note which parameters are used.
 
-        DDP can search for unused parameters in each step, but that takes time.
+        All ranks must call it after each backward pass. It acts only in the first one after the model got trainable
+        parameters whose use is unknown, as after unfreezing: DDP could search for unused parameters in each step, but
+        that takes time.
         """
         if not self._probing:
             return

@@ -200,10 +200,11 @@ class Cells:
     def start(
         self, running: RunningCell, unmatched: bool, asked: CellOptions, ready: Callable[[], object] | None
     ) -> None:
-        """Send an admitted cell, now or after the cells that it must wait for, and follow it on a thread.
+        """Start an admitted cell, now or after the cells that it must wait for, and follow it on a thread.
 
-        `ready` prepares its free ranks after that wait, and raises GroupError if that fails; None: they are ready, send
-        it now.
+        If `ready` is None, the ranks are free, and an error of sending the cell is raised; the caller holds the group's
+        `turn`. Otherwise, the thread waits for the earlier cells and calls `ready`, which prepares the ranks and may
+        raise GroupError. If that fails, or an earlier cell, this cell does not run, and has the error.
         """
         # determined before the thread begins, so that a cell that fails until then also counts
         before = self._cells_before(running.cell)

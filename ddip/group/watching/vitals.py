@@ -104,9 +104,10 @@ class Sampler:
         """Time of the last answer of each engine, on ``time.monotonic``."""
 
     def look(self) -> list[RankVitals]:
-        """Return the vitals of all ranks in order, within ANSWER_SECONDS.
+        """Return the vitals of all ranks in order; none while the group is starting.
 
-        Raises GroupError if the group has ended.
+        Takes up to ANSWER_SECONDS, and as long again per late rank. Rates need an earlier call. Raises GroupError if
+        the group has ended.
         """
         ranks, spec = self._lifecycle.parts.ranks, self._lifecycle.spec
         if not ranks.cluster.connected:  # it is still starting

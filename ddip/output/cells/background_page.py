@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-from ddip.output.area import GONE, current_request, new_id, notify_late
+from ddip.output.area import GONE, current_request, new_id, print_late_output
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput, lock
 from ddip.output.page.colours import to_html
@@ -120,7 +120,7 @@ class BackgroundOutput(CellOutput):
             with lock:  # otherwise a display could be sent again after a newer update
                 self.page.carrier = current_request()
                 self.page.resend()
-                notify_late()  # a terminal has no separate area for the cell
+                print_late_output()  # a terminal has no separate area for the cell
                 self.page.waited_for = True
             yield
         finally:

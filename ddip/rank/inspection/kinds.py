@@ -262,18 +262,27 @@ def is_of_file(array: Any) -> bool:
 
 
 def generator_state(value: Any, mro: tuple[type, ...]) -> bytes | None:
-    """Return the state of a random number generator as bytes; None for any other object."""
+    """Return the state of a random number generator as bytes, and None for any other object.
+
+    A subclass of ``random.Random``, whose state is unknown, gives b"". Subclasses of NumPy's generators give None.
+    """
     if torch.Generator in mro:
         return bytes(value.get_state().tolist())
     if random.Random in mro:
         return repr(random.Random.getstate(value)).encode() if type(value) is random.Random else b""
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and type(value) is numpy.Generator:
-        return repr(value.bit_generator.state).encode()
+        return repr(_without_arrays(value.bit_generator.state)).encode()
     if numpy is not None and type(value) is numpy.RandomState:
-        state = value.get_state(legacy=False)
-        return repr([state["state"]["pos"], state["has_gauss"], state["gauss"]]).encode() + bytes(state["state"]["key"])
+        return repr(_without_arrays(value.get_state(legacy=False))).encode()
     return None
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return the state of a NumPy generator with bytes for arrays, whose text may be abbreviated."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(part) for name, part in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def process_wide() -> list[tuple[str, Any]]:

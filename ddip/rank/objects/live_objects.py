@@ -27,8 +27,8 @@ def freeze_existing() -> None:
 def all_objects() -> list[Any]:
     """Return all collectable objects, without the objects that `freeze_existing` excluded.
 
-    If the program itself has frozen objects since, all frozen objects are unfrozen first, because Python does not list
-    them otherwise.
+    If the program itself has frozen objects since, all frozen objects are unfrozen first, for good, and returned too:
+    Python does not list them otherwise.
     """
     global _frozen
     if gc.get_freeze_count() > _frozen:
