@@ -37,6 +37,7 @@ class PendingWait(TypedDict):
     position: int
     """Number that changes when the main thread moves."""
     begun: Begun
+    """The operations begun that it may wait for: all, unless it waits for a known work."""
 
 
 class Hello(TypedDict):

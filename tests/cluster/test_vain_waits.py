@@ -112,6 +112,24 @@ def test_a_rank_is_awaited_if_code_without_a_frame_may_take_its_part(ranks: ddip
     ranks.run("time.sleep(0.1); assert x.tolist() == [2.0] * 3, x")
 
 
+def test_later_operations_are_not_part_of_a_wait(ranks: ddip.Group) -> None:
+    ranks.run("""
+        from ddip.rank.process_group import collectives
+        def find_awaited(work):
+            (use,) = collectives.awaited_operations(work).values()
+            return use["collectives"] - former, use["messages"]
+        (use,) = collectives.begun_operations().values()
+        former, sent = use["collectives"], use["messages"].get("to 0", 0)
+        works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+        if rank == 1: works += [dist.isend(x, 0) for _ in range(2)]
+        else: dist.recv(x, 1), dist.recv(x, 1)
+        found = [find_awaited(work) for work in works]
+        for work in works: work.wait()
+        assert found[:2] == [(1, {}), (2, {})], found
+        assert found[2:] == [(-former, {"to 0": sent + n}) for n in range(1, len(found) - 1)], found
+    """)
+
+
 def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:
     waiting = ranks.start("dist.all_reduce(x)", ranks=[0])
     ranks.run("time.sleep(1); dist.all_reduce(x)", ranks=[1])

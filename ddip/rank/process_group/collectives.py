@@ -80,6 +80,7 @@ def _wrap_collective(method: Method) -> Method:
         try:  # an error while noting it must not stop the collective
             code, line = _cell_line()
             tally = _note_collective(group, op, code, line, None if at is None or at >= len(args) else args[at])
+            number = tally.last[0] if tally.last else 0
             if is_in_place:
                 written = aborted_tensors.copy_inputs(group, args, code, line)
         except Exception:
@@ -96,6 +97,7 @@ def _wrap_collective(method: Method) -> Method:
                 tally.work = weakref.ref(work)
             except TypeError:  # a third-party backend's work
                 tally.work = tallies.no_work
+            tallies.note_work(work, tally, "", number)
         return work
 
     return wrapper
@@ -110,7 +112,8 @@ def _wrap_send(method: Method) -> Method:
         gpu.note_begun()
         tally = tally_of(group)
         tally.enter(is_collective=False)
-        tally.messages[f"{direction} {args[1]}" if direction and len(args) > 1 else "from any"] += 1
+        way = f"{direction} {args[1]}" if direction and len(args) > 1 else "from any"
+        number = tally.messages[way] = tally.messages[way] + 1
         batch = tally.batches.get(threading.get_ident())
         if batch is not None:
             batch.has_sends = True
@@ -123,6 +126,7 @@ def _wrap_send(method: Method) -> Method:
             aborted_tensors.note_failure(error)
             raise
         tally.end_send(before, failed=False)
+        tallies.note_work(work, tally, way, number)
         return work
 
     return wrapper
@@ -298,6 +302,25 @@ def begun_operations() -> Begun:
             for i, device in enumerate(tally.devices):
                 report[f"{name} {device}"] = tally.use(i, ranks, may_begin)
     return report
+
+
+def awaited_operations(work: Any) -> Begun:
+    """Return the operations up to that of `work`, in its group only, in the format of `begun_operations`.
+
+    If `work` is None or unknown, all operations are returned.
+    """
+    begun = begun_operations()
+    if work is None or work not in tallies.works:
+        return begun
+    tally, way, number = tallies.works[work]
+    keys = {f"{name} {device}" for group, name in _named_groups() if group is tally.group() for device in tally.devices}
+    return {
+        key: {**use, "collectives": 0, "messages": {way: number}}
+        if way
+        else {**use, "collectives": min(number, use["collectives"]), "messages": {}}
+        for key, use in begun.items()
+        if key in keys
+    }
 
 
 def line_of(key: str, number: int) -> dict[str, Any] | None:

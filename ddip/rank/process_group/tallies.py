@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import os
 import sys
 import threading
@@ -33,6 +34,9 @@ _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
 _tallies: dict[int, Tally] = {}
 """Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
+works: weakref.WeakKeyDictionary[Any, tuple[Tally, str, int]] = weakref.WeakKeyDictionary()
+"""Works that torch has returned: the group's tally, the direction of a send or receive, "" for a collective, and the
+number of such operations begun until then, this one included."""
 
 
 class Tally:
@@ -145,6 +149,12 @@ class Tally:
             "by_threads": self._by_threads,
             "may_begin": may_begin,
         }
+
+
+def note_work(work: Any, tally: Tally, direction: str, number: int) -> None:
+    """Note that `work` belongs to operation `number` of this `direction`, "" for a collective."""
+    with contextlib.suppress(TypeError):  # a third-party backend's work, or None
+        works[work] = tally, direction, number
 
 
 class Window:

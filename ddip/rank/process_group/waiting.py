@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -75,24 +77,35 @@ class WaitSampler:
 
 
 def pending_wait() -> PendingWait | None:
-    """Return the position of a main thread that waits for other ranks, and the operations begun; None if it does not.
+    """Return the position of a main thread that waits for other ranks, and what it may wait for; None if it does not.
 
     The position is read before and after the rest, so that both belong together. Always None where waiting is not
     known (`WaitSampler.is_known`).
     """
     if not waiting.is_known:
         return None
-    position, begun = stacks.main_thread_position(), collectives.begun_operations()
+    position, begun = stacks.main_thread_position(), collectives.awaited_operations(_awaited_work())
     is_waiting = _is_waiting_for_ranks() and _is_sleeping() and stacks.main_thread_position() == position
     return {"position": position, "begun": begun} if is_waiting else None
 
 
 def _is_waiting_for_ranks() -> bool:
     """Return whether the innermost function of the main thread is one that waits for other ranks."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _innermost_frame()
     while frame is not None and frame.f_code.co_filename.startswith(OPERATOR_FILE):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(WAIT_FILES)
+
+
+def _awaited_work() -> Any:
+    """Return the work whose ``wait`` the main thread is in; None if it is in another function."""
+    frame = _innermost_frame()
+    is_in_wait = frame is not None and frame.f_code.co_filename == aborted_tensors.__file__
+    return frame.f_locals.get("work") if frame is not None and is_in_wait else None
+
+
+def _innermost_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _is_sleeping() -> bool:
