@@ -29,14 +29,20 @@ from .test_steps import ALL, PAIR, group_use
     ],
 )
 def test_rank_1_waits_in_vain_for_rank_0_on_which_the_cell_has_ended(begun: Begun, ended: Begun, is_vain: bool) -> None:
-    assert vain_waits.is_in_vain(1, begun, {0: ended}, 3) == is_vain
+    assert vain_waits.find_missing(1, begun, {0: ended}, 3) == ({0} if is_vain else set())
+
+
+def test_only_ranks_of_the_group_that_lack_the_collective_are_missing() -> None:
+    ended = {0: {ALL: group_use(8)}, 2: {ALL: group_use(7), PAIR: group_use(0, [1, 2])}}
+    assert vain_waits.find_missing(1, {ALL: group_use(8)}, ended, 3) == {2}
+    assert vain_waits.find_missing(1, {ALL: group_use(7), PAIR: group_use(1, [1, 2])}, ended, 3) == {2}
 
 
 def test_operations_of_earlier_cells_are_not_waited_for() -> None:
     begun, former = {ALL: group_use(8, messages={"to 0": 1})}, {ALL: group_use(8, messages={"to 0": 1})}
-    assert not vain_waits.is_in_vain(1, begun, {0: {ALL: group_use(7)}}, 3, former)
-    assert vain_waits.is_in_vain(1, {ALL: group_use(9)}, {0: {ALL: group_use(7)}}, 3, former)
-    assert vain_waits.is_in_vain(1, {ALL: group_use(8, messages={"to 0": 2})}, {0: {ALL: group_use(8)}}, 3, former)
+    assert not vain_waits.find_missing(1, begun, {0: {ALL: group_use(7)}}, 3, former)
+    assert vain_waits.find_missing(1, {ALL: group_use(9)}, {0: {ALL: group_use(7)}}, 3, former)
+    assert vain_waits.find_missing(1, {ALL: group_use(8, messages={"to 0": 2})}, {0: {ALL: group_use(8)}}, 3, former)
 
 
 def test_an_ended_process_must_be_in_every_group_used_in_the_cell() -> None:

@@ -386,7 +386,7 @@ class RunningCell:
                 return CellInterrupted(self._with_places(headline, stuck) if stuck else headline, errors)
             case "failed":
                 error = CellError(errors, self._ranks.repair_text)
-                finished = sorted(self.replies.keys() - errors.keys() - {*stuck})
+                finished = sorted(self._vain_waits.missing or (self.replies.keys() - errors.keys() - {*stuck}))
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
                 elif finished and all(each.waited for each in errors.values()):

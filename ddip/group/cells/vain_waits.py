@@ -35,6 +35,8 @@ class VainWaits:
         self._former = former
         self._due, self._pause, self._finished = began, LOOK_SECONDS, 0
         self._last: dict[int, PendingWait] = {}
+        self.missing: set[int] = set()
+        """The ranks on which the cell has ended without their parts of the operations, once that is proved."""
 
     def are_proved(
         self, running: Sequence[int], reports: Mapping[int, CellReport | None], ended: Collection[int], now: float
@@ -60,22 +62,30 @@ class VainWaits:
         return self._are_in_vain({rank: answer or {} for rank, answer in latest.items()}, ended)
 
     def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int]) -> bool:
-        """Return True if each rank of the last look waits in vain, as `is_in_vain` or `uses_groups_of` decide."""
+        """Return True if each rank of the last look waits in vain, as `find_missing` or `uses_groups_of` decide."""
         size = len(self._ranks.members)
-        return all(
-            is_in_vain(rank, wait["begun"], by_ended, size, self._former(rank))
-            or uses_groups_of(ended, wait["begun"], self._former(rank), size)
+        missing = {
+            rank: find_missing(rank, wait["begun"], by_ended, size, self._former(rank))
+            for rank, wait in self._last.items()
+        }
+        proved = all(
+            missing[rank] or uses_groups_of(ended, wait["begun"], self._former(rank), size)
             for rank, wait in self._last.items()
         )
+        self.missing = set().union(*missing.values()) if proved else set()
+        return proved
 
 
-def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int, former: Begun | None = None) -> bool:
-    """Return True if `rank` has begun an operation in this cell whose part an ended rank will never begin.
+def find_missing(
+    rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int, former: Begun | None = None
+) -> set[int]:
+    """Return the ended ranks that will never begin their part of an operation that `rank` has begun in this cell.
 
     `begun` has the operations of `rank`, and `by_ended` those of each rank on which the cell has ended; `size`: number
     of ranks in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
     those that earlier cells have left, such as an ``isend`` that a later cell receives.
     """
+    missing = set()
     for group, use in begun.items():
         before = (former or {}).get(group)
         done, messages = (before["collectives"], before["messages"]) if before else (0, dict[str, int]())
@@ -84,12 +94,12 @@ def is_in_vain(rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int
             lacking = theirs.get(group)
             if lacking is None or members_of(lacking, size) != members or lacking["may_begin"] != "no":
                 continue
-            if use["collectives"] > max(lacking["collectives"], done):
-                return True
             new = {way for way, number in use["messages"].items() if number > messages.get(way, 0)}
-            if _lacks_message(members.index(rank), use, members.index(other), lacking, new):
-                return True
-    return False
+            if use["collectives"] > max(lacking["collectives"], done) or _lacks_message(
+                members.index(rank), use, members.index(other), lacking, new
+            ):
+                missing.add(other)
+    return missing
 
 
 def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, size: int) -> bool:
