@@ -124,10 +124,18 @@ def test_later_operations_are_not_part_of_a_wait(ranks: ddip.Group) -> None:
         if rank == 1: works += [dist.isend(x, 0) for _ in range(2)]
         else: dist.recv(x, 1), dist.recv(x, 1)
         found = [find_awaited(work) for work in works]
+        limits = [collectives.tallies.timeout_of_message(work) for work in works]
+        assert limits == [None, None] + [dist.default_pg_timeout] * (len(works) - 2), limits
         for work in works: work.wait()
         assert found[:2] == [(1, {}), (2, {})], found
         assert found[2:] == [(-former, {"to 0": sent + n}) for n in range(1, len(found) - 1)], found
     """)
+
+
+@pytest.mark.grid
+def test_a_receive_lasts_longer_than_the_set_up_of_a_group(ranks: ddip.Group) -> None:
+    ranks.run("if rank == 0: time.sleep(6); dist.send(x, 1)\nelse: dist.recv(x, 0)")
+    ranks.run("if rank == 0: time.sleep(6); dist.recv(x, 1)\nelse: dist.isend(x, 0).wait()")
 
 
 def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:

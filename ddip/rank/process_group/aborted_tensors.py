@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import Work, c10d_logger, distributed_c10d
 
 from ddip.protocol.reports import AbortedTensor
+from ddip.rank.process_group import tallies
 from ddip.rank.runtime import c10d, stacks, tracebacks
 
 MAX_COPY_BYTES = 1 << 16
@@ -84,10 +85,16 @@ def begin_group() -> None:
 
 
 def watch_waits() -> None:
-    """Wrap ``Work.wait`` to note errors of collectives, even if the program catches them; call this once."""
+    """Wrap ``Work.wait`` to note errors of collectives, even if the program catches them; call this once.
+
+    Sends and receives of gloo get the timeout of their group.
+    """
 
     @functools.wraps(_original_wait)
     def wrapper(work: Any, *args: Any, **kwargs: Any) -> Any:
+        timeout = None if args or kwargs else tallies.timeout_of_message(work)
+        if timeout is not None:
+            args = (timeout,)
         try:
             result = _original_wait(work, *args, **kwargs)
         except RuntimeError as error:

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import thread as executors
+from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any
 
@@ -155,6 +156,16 @@ def note_work(work: Any, tally: Tally, direction: str, number: int) -> None:
     """Note that `work` belongs to operation `number` of this `direction`, "" for a collective."""
     with contextlib.suppress(TypeError):  # a third-party backend's work, or None
         works[work] = tally, direction, number
+
+
+def timeout_of_message(work: Any) -> timedelta | None:
+    """Return the timeout of the group of a gloo send or receive; None for any other `work`.
+
+    Without one, gloo's ``wait`` would use the short timeout with which the group was formed (`c10d.setup_timeout`).
+    """
+    tally, direction, _ = works.get(work, (None, "", 0))
+    group = tally.group() if tally is not None and direction else None
+    return None if group is None else c10d.gloo_timeout(group)
 
 
 class Window:

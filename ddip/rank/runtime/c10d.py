@@ -208,6 +208,15 @@ def set_group_timeout(timeout: timedelta, group: Any) -> None:
     change(timeout, group)
 
 
+def gloo_timeout(group: Any) -> timedelta | None:
+    """Return the timeout of the gloo backend of `group`; None if another backend serves the CPU."""
+    backend: Any = None
+    with contextlib.suppress(RuntimeError, AttributeError):  # no backend serves the CPU; a release of torch without it
+        backend = group._get_backend(torch.device("cpu"))
+    is_gloo = dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+    return getattr(backend.options, "_timeout", None) if is_gloo else None
+
+
 def setup_timeout(seconds: float) -> timedelta:
     """Return the timeout for creating a group, normally `seconds`.
 
