@@ -68,12 +68,23 @@ class Network(dict[str, Host]):
                 host.mend()
             else:
                 host.boot()
+                # the kernel remembers for a while that it did not reach the host
+                wait_for(lambda host=host: can_connect(host.address, 22), f"sshd of {host.name}")
 
     def close(self) -> None:
         """Power off the hosts that this process has booted."""
         for host in self.values():
             if host._started and host.is_up():
                 host.lose_power()
+
+
+def can_connect(address: str, port: int) -> bool:
+    """Return True if something listens at this port, seen from this process's host."""
+    try:
+        socket.create_connection((address, port), 1).close()
+    except OSError:
+        return False
+    return True
 
 
 def why_not_possible() -> str | None:

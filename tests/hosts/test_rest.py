@@ -66,7 +66,8 @@ def test_an_error_on_another_host_shows_its_line(host_notebook: Notebook) -> Non
 
 def test_stacks_stops_and_timeouts_reach_all_hosts(host_notebook: Notebook) -> None:
     hang = "import torch, torch.distributed as dist\nprint('in')\nif rank != 2: dist.all_reduce(torch.ones(1))"
-    cell = host_notebook.begin(f"%%dip\nkept = rank\n{hang}\nelse:\n    while True: pass")
+    hang += "\nelse:\n    while True: pass"
+    cell = host_notebook.begin(f"%%dip\nkept = rank\n{hang}")
     host_notebook.finish(cell, until="in")
     host_notebook.interrupt()
     assert host_notebook.finish(cell).error == "CellInterrupted"
