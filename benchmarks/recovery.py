@@ -22,6 +22,7 @@ from ddip import CellError, Group
 from ddip.errors import CellInterrupted
 
 SET_UP = "import time, torch, torch.distributed as dist\nx = torch.ones(1000)"
+WAIT_FOR_0 = "time.sleep(1000) if rank == 0 else dist.all_reduce(x)"
 PROOF = "y = torch.ones(1)\ndist.all_reduce(y)\nassert y.item() == world_size"
 
 
@@ -63,15 +64,13 @@ def _cause_fault_while_rank_1_waits(
 def press_stop_button(group: Group) -> float:
     """Press the stop button while rank 1 waits; return the time."""
     press_stop = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-    return _cause_fault_while_rank_1_waits(group, press_stop, "if rank: dist.all_reduce(x)", CellInterrupted)
+    return _cause_fault_while_rank_1_waits(group, press_stop, WAIT_FOR_0, CellInterrupted)
 
 
 def kill_rank_0(group: Group) -> float:
     """Kill rank 0 while rank 1 waits; return the time."""
     kill_process = lambda: os.kill(group.members[0].pid, signal.SIGKILL)  # noqa: E731
-    return _cause_fault_while_rank_1_waits(
-        group, kill_process, "time.sleep(1000) if rank == 0 else dist.all_reduce(x)", CellError
-    )
+    return _cause_fault_while_rank_1_waits(group, kill_process, WAIT_FOR_0, CellError)
 
 
 def cause_no_fault(group: Group) -> float:
