@@ -47,17 +47,17 @@ def agent_command(host: str, python: str, setup: str) -> list[str]:
         "RemoteCommand": "none",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", *words, "--", _destination(host), agent_line(python, setup)]
+    return ["ssh", "-T", *words, "--", _ssh_destination(host), agent_line(python, setup)]
 
 
-def _destination(host: str) -> str:
+def _ssh_destination(host: str) -> str:
     """Return `host` as ssh expects it: an IPv6 address without the brackets in which users type it."""
     return host.replace("[", "").replace("]", "")
 
 
 def has_proxy(host: str) -> bool:
     """Return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand."""
-    command = ["ssh", "-G", "--", _destination(host)]
+    command = ["ssh", "-G", "--", _ssh_destination(host)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

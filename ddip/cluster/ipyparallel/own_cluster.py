@@ -392,7 +392,7 @@ def _check_names(log: str) -> None:
 
 
 def _advise_on_packages(log: str) -> str:
-    """Return the advice if the `log` of an ended process says that a package could not be imported; else empty."""
+    """Return advice if the `log` of an ended process has a failed import; empty otherwise."""
     errors = IMPORT_FAILED.findall(log)
     return f": {errors[-1]}; install there what the notebook's Python has, or name another --python" if errors else ""
 

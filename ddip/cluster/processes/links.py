@@ -56,7 +56,7 @@ class Watch:
 
     @property
     def silence(self) -> float:
-        """Seconds since the other end has sent something."""
+        """Time since the other end sent something, in seconds."""
         return time.monotonic() - self._heard
 
     def is_lost(self) -> bool:

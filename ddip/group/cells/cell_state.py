@@ -328,8 +328,10 @@ class CellState:
             ):
                 actions += self._abort_collectives(now)
             else:
-                actions += [Question.WAITS_IN_VAIN] * (bool(self._replied) and self.limits.can_unblock)
-                actions += [Question.STALL_AFTER_CAUGHT] * bool(self._caught)
+                if self._replied and self.limits.can_unblock:
+                    actions.append(Question.WAITS_IN_VAIN)
+                if self._caught:
+                    actions.append(Question.STALL_AFTER_CAUGHT)
         if self._must_interrupt(now):
             self._interrupted_at = now
             actions.append(RankAction.INTERRUPT)

@@ -153,7 +153,7 @@ class Cells:
         return self.stuck
 
     def _is_alone(self, cell: Cell) -> bool:
-        """Return True if only `cell` can begin collectives: the user waits for it, and no other cell is active."""
+        """Return True if no other cell can begin collectives: none is active, and the user waits for `cell`."""
         return not cell.background and list(self._active) == [cell]
 
     def _abort_collectives_of(self, cell: Cell) -> None:

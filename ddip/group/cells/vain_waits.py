@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ddip.group.members.members import Members
+from ddip.group.process_group.steps import group_members
 from ddip.protocol import on_rank
 from ddip.protocol.reports import Begun, CellReport, GroupUse, PendingWait
 
@@ -28,7 +29,10 @@ ANSWER_SECONDS = 0.2
 
 
 class VainWaits:
-    """Looks at the ranks of one cell; `former` are the operations that each rank had begun before the cell."""
+    """Looks at the ranks of one cell until their waits in vain are proved.
+
+    `former` returns the operations that a rank had begun before the cell; None if they are unknown.
+    """
 
     def __init__(self, ranks: Members, former: Callable[[int], Begun | None], began: float) -> None:
         self._ranks = ranks
@@ -62,7 +66,7 @@ class VainWaits:
         return self._are_in_vain({rank: answer or {} for rank, answer in latest.items()}, ended)
 
     def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int]) -> bool:
-        """Return True if each rank of the last look waits in vain, as `find_missing` or `uses_groups_of` decide."""
+        """Return True if each rank of the last look waits in vain; set `missing`."""
         size = len(self._ranks.members)
         missing = {
             rank: find_missing(rank, wait["begun"], by_ended, size, self._former(rank))
@@ -79,7 +83,7 @@ class VainWaits:
 def find_missing(
     rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int, former: Begun | None = None
 ) -> set[int]:
-    """Return the ended ranks that will never begin their part of an operation that `rank` has begun in this cell.
+    """Return the ended ranks that will never begin their part of an operation of `rank` in this cell.
 
     `begun` has the operations of `rank`, and `by_ended` those of each rank on which the cell has ended; `size`: number
     of ranks in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
@@ -89,10 +93,10 @@ def find_missing(
     for group, use in begun.items():
         before = (former or {}).get(group)
         done, messages = (before["collectives"], before["messages"]) if before else (0, dict[str, int]())
-        members = members_of(use, size)
+        members = group_members(use, size)
         for other, theirs in by_ended.items() if rank in members else ():
             lacking = theirs.get(group)
-            if lacking is None or members_of(lacking, size) != members or lacking["may_begin"] != "no":
+            if lacking is None or group_members(lacking, size) != members or lacking["may_begin"] != "no":
                 continue
             new = {way for way, number in use["messages"].items() if number > messages.get(way, 0)}
             if use["collectives"] > max(lacking["collectives"], done) or _lacks_message(
@@ -103,27 +107,23 @@ def find_missing(
 
 
 def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, size: int) -> bool:
-    """Return True if an ended process was a member of every group in which a rank has begun collectives in this cell.
+    """Return True if each group that a rank has used in this cell has lost a member.
 
-    `begun` and `former` have the rank's operations now and before the cell; `former` is None if they are unknown.
+    `ended` are the ranks whose processes have ended. `begun` and `former` have the rank's operations now and before the
+    cell; `former` is None if they are unknown. Only collectives count as use.
     """
     used = [
-        set(members_of(use, size))
+        set(group_members(use, size))
         for group, use in begun.items()
         if use["collectives"] > ((former or {}).get(group) or {"collectives": 0})["collectives"]
     ]
     return bool(used) and all(members.intersection(ended) for members in used)
 
 
-def members_of(use: GroupUse, size: int) -> list[int]:
-    """Return the ranks of a group."""
-    return list(range(size)) if use["ranks"] is None else use["ranks"]
-
-
 def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse, new: Collection[str]) -> bool:
-    """Return True if a send or receive of rank `here` of a group has no counterpart on the ended rank `there`.
+    """Return True if a message of rank `here` has no counterpart on the ended rank `there`.
 
-    Only the directions in `new` count, such as ``to 1``.
+    Both are numbers in the group. Only messages in the directions `new` count, such as ``to 1``.
     """
     source, target = f"from {there}", f"to {there}"
     received = source in new and use["messages"][source] > theirs["messages"].get(f"to {here}", 0)

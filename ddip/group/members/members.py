@@ -244,7 +244,10 @@ class Members:
         return [rank for rank, place in places.items() if place is not None and place.function in NOT_STOPPABLE]
 
     def places_from_outside(self, ranks: Sequence[int]) -> dict[int, StackLocation | None]:
-        """Return the stack locations of ranks that cannot answer; None for one that does not even handle a signal."""
+        """Return the stack locations of ranks that cannot answer, as their hosts report them.
+
+        The location is None for a rank that does not even handle a signal, and on a silent host.
+        """
         ended, answers, end = self.ended, {}, time.monotonic() + ASK_SECONDS
         for rank in ranks:
             host = self.host(rank)

@@ -54,6 +54,11 @@ class StepMismatch:
         return f"{name} ({numbers})"
 
 
+def group_members(use: GroupUse, size: int) -> list[int]:
+    """Return the ranks of a group; `size`: number of ranks in the default group."""
+    return list(range(size)) if use["ranks"] is None else use["ranks"]
+
+
 class Steps:
     """The operations that each rank has begun since its group was formed, as last reported."""
 
@@ -79,7 +84,7 @@ class Steps:
         groups: dict[str, list[int]] = {}
         for report in reports.values():
             for group, use in report.items():
-                groups.setdefault(group, self._group_members(use, size))
+                groups.setdefault(group, group_members(use, size))
         return any(self._is_uneven_in(group, members, reports) for group, members in groups.items())
 
     def _is_uneven_in(self, group: str, members: Sequence[int], reports: Mapping[int, Begun]) -> bool:
@@ -120,7 +125,7 @@ class Steps:
         groups: dict[str, list[int]] = {}
         for report in self._known.values():
             for group, use in report.items():
-                groups.setdefault(group, self._group_members(use, size))
+                groups.setdefault(group, group_members(use, size))
         found = []
         for group, members in sorted(groups.items()):
             begun = {rank: self._begun_by(rank, group) for rank in members if self._is_in(rank, group, members, size)}
@@ -129,15 +134,11 @@ class Steps:
                 found.append(StepMismatch(group, begun, self._is_sure(group, begun), by_threads))
         return found
 
-    @staticmethod
-    def _group_members(use: GroupUse, size: int) -> list[int]:
-        return list(range(size)) if use["ranks"] is None else use["ranks"]
-
     def _is_in(self, rank: int, group: str, members: Sequence[int], size: int) -> bool:
         if rank not in self._known:
             return True
         use = self._known[rank].get(group)
-        return use is not None and self._group_members(use, size) == members
+        return use is not None and group_members(use, size) == members
 
     def _begun_by(self, rank: int, group: str) -> int:
         return self._known[rank][group]["collectives"] if rank in self._known else 0
@@ -145,8 +146,8 @@ class Steps:
     def _is_sure(self, group: str, begun: Numbers) -> bool:
         """Return whether no rank that is behind can begin further collectives in `group`.
 
-        A thread that has not used the group so far could begin one, so a rank's "maybe" counts only where main threads
-        have begun all collectives so far.
+        A thread that has not used the group so far could begin one, but a rank's "maybe" counts only in groups in which
+        main threads have not begun all collectives so far.
         """
         most = max(begun.values())
         uses = {rank: self._known[rank][group] for rank in begun if rank in self._known}

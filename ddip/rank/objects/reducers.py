@@ -77,9 +77,10 @@ def buckets_of(wrapper: Any) -> Buckets:
 
 
 def next_buckets(wrapper: Any) -> Buckets:
-    """Return the buckets of the next step of `wrapper`; after the first one, torch fills them now instead of then.
+    """Return the buckets of the next step of `wrapper`.
 
-    All ranks must call this between two steps.
+    After the first step, this makes torch fill them now instead of in the second one. All ranks must call this between
+    two steps.
     """
     if wrapper.__dict__.get("reducer") is not None and wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
@@ -194,7 +195,7 @@ def is_averaging(state: Any) -> bool:
 
 @contextlib.contextmanager
 def _with_buckets(wrapper: Any, parameters: list[torch.nn.Parameter], buckets: Buckets) -> Iterator[None]:
-    """Have DDP use `buckets` for the reducer that it creates in the block, if they contain each parameter once."""
+    """Make DDP create its reducer in the block with `buckets`, if these contain each parameter once."""
     _buckets.pop(wrapper, None)
     _final.discard(wrapper)
     if sorted(itertools.chain(*buckets)) != list(range(len(parameters))):

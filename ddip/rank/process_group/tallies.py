@@ -203,7 +203,10 @@ def threads_may_begin() -> MayBegin:
 
 
 def _judge_thread(thread: threading.Thread | None, frame: FrameType | None) -> MayBegin:
-    """Judge one thread with the innermost `frame`; `thread` is None for a thread of C++, which may run callbacks."""
+    """Judge by its innermost `frame` whether one thread may begin collectives.
+
+    `thread` is None for a thread of C++, which may run callbacks.
+    """
     is_from_c = thread is None or isinstance(thread, threading._DummyThread)
     is_from_cell = is_from_c or bool(getattr(thread, "ddip_cell", None))
     answer: MayBegin = "maybe" if is_from_cell and isinstance(thread, threading.Timer) else "no"

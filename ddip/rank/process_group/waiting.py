@@ -77,7 +77,7 @@ class WaitSampler:
 
 
 def pending_wait() -> PendingWait | None:
-    """Return the position of a main thread that waits for other ranks, and what it may wait for; None if it does not.
+    """Return where the main thread waits for other ranks, and for what; None if it does not wait.
 
     The position is read before and after the rest, so that both belong together. Always None where waiting is not
     known (`WaitSampler.is_known`).
