@@ -65,21 +65,23 @@ class App:
         """
         if self.name is not None:
             self.choose(self.name)
-            self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)))
+            self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)), together=False)
 
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
         """Drop the app and raise GroupError if `replaced` ranks cannot prepare it either."""
         if self._fitness.unfit.intersection(replaced) and self._unprepared:
             raise self._dropped(f"{self.name} cannot be prepared in a new process either{WITHOUT}")
 
-    def ask(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
+    def ask(self, ranks: Sequence[int], call: RemoteCall[R], *, together: bool = True) -> list[R]:
         """Call a function of the app on `ranks`.
 
         If the call fails on only some of them, the ranks are out of step, and the process group is marked for a
-        rebuild. Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
+        rebuild. If the ranks act `together`, a failure interrupts the others, which may wait for the failed rank.
+        Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         try:
-            return self._ranks.ask(ranks, call, release=self._manager.release)
+            calls = dict.fromkeys(ranks, call)
+            return self._ranks.ask_each(calls, release=self._manager.release, together=together)
         except RequestFailed as error:
             self._manager.healthy = self._manager.healthy and len(error.by_rank) == len(ranks)
             raise
@@ -96,7 +98,7 @@ class App:
         if self.name is not None:
             self._progress(f"ddip: preparing {self.name}", 0.95)
             try:
-                self.ask(ranks, on_rank.prepare_app(apps.find_module(self.name)))
+                self.ask(ranks, on_rank.prepare_app(apps.find_module(self.name)), together=False)
             except RequestFailed as error:
                 if len(error.by_rank) == len(self._everyone):
                     raise self._dropped(f"{error}{remark}") from None

@@ -777,7 +777,14 @@ def test_an_app_failing_on_one_rank_can_be_repaired(tmp_path: Path) -> None:
 
 @pytest.mark.grid
 def test_an_app_that_cannot_be_prepared_anywhere_is_left_out(tmp_path: Path) -> None:
-    with installed_app(tmp_path, "def prepare(): raise OSError('no way')"), ddip.Group(2) as group:
+    app = """
+import os, time
+def prepare():
+    if os.environ["RANK"] == "1":
+        time.sleep(2.5)
+    raise OSError("no way")
+"""
+    with installed_app(tmp_path, app), ddip.Group(2) as group:
         group.run("kept = rank")
         with pytest.raises(GroupError, match="ranks 0, 1: OSError"):
             group.change(Request(app="toy"))
