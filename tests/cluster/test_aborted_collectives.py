@@ -165,6 +165,7 @@ def test_a_group_in_which_a_collective_timed_out_is_rebuilt(cells: ddip.Group, t
     """)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_an_unmatched_collective_under_detail_breaks_no_later_cell(cells: ddip.Group) -> None:
     """Set DETAIL, which makes torch check each collective in a second group.
 

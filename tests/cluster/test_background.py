@@ -236,6 +236,7 @@ def test_an_unwritable_log_is_reported_and_the_cell_continues(notebook: Notebook
     assert (tmp_path / "train.2.log").read_text() == "fine\n"
 
 
+@pytest.mark.grid
 def test_the_end_of_the_group_is_shown_below_its_cells(notebook: Notebook) -> None:
     message = begin_in_background(notebook, "import time\nprint('begun')\ntime.sleep(100)")
     wait_for_words(notebook, message, "begun")

@@ -135,6 +135,7 @@ def test_the_next_cell_has_the_signal_handler_of_the_user(cells: ddip.Group) -> 
     cells.run("_ = signal.signal(signal.SIGALRM, signal.SIG_DFL)")
 
 
+@pytest.mark.grid
 def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run("import signal, sys\n_ = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
@@ -144,6 +145,7 @@ def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
             group.run("pass")
 
 
+@pytest.mark.grid
 def test_alarms_around_the_end_of_a_cell_cost_no_answer(cells: ddip.Group) -> None:
     """Send alarms while the cell runs, while its answer is built, and after the answer is sent."""
     cells.run("""
@@ -224,6 +226,7 @@ faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 """Each step needs 320 MB, which has 80 000 pages."""
 
 
+@pytest.mark.grid
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 @pytest.mark.native("heap")
 def test_freed_memory_is_reused_within_cells_and_returned_afterwards(cells: ddip.Group) -> None:

@@ -59,6 +59,7 @@ def rows_of_the_page() -> list[tuple[str, str]]:
     return [(cell, where) for cell, where in rows[2:]]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_each_cell_runs_where_the_page_says(autodip: Notebook) -> None:
     def prove(cell: str) -> list[int]:
         autodip.ok(cell)

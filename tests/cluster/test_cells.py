@@ -62,6 +62,7 @@ def test_the_same_error_on_all_ranks_is_shown_once(cells: ddip.Group) -> None:
         cells.run("nothing")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_rank_answers_at_once_after_an_error(cells: ddip.Group) -> None:
     for _ in range(20):
         with pytest.raises(ddip.CellError):
@@ -328,6 +329,7 @@ def test_an_interrupted_print_shows_only_lines_of_the_cell(cells: ddip.Group, tm
         assert error.traceback.rstrip().splitlines()[-2:] == ["    while True: print()", "KeyboardInterrupt"]
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "cause",
     ["ValueError: the cause", pytest.param("RuntimeError: gloo/transport: its own", marks=pytest.mark.grid)],
@@ -578,6 +580,7 @@ def test_an_interrupt_waits_for_an_import_in_an_async_cell(cells: ddip.Group, li
     cells.run("import slow_to_import_too; assert slow_to_import_too.whole and slow_to_import_too.part.value")
 
 
+@pytest.mark.grid
 def test_an_import_that_hangs_is_interrupted_with_an_explanation(cells: ddip.Group, libraries: Path) -> None:
     write_package(libraries, "hangs", HUNG)
     with pytest.raises(ddip.CellError, match="^ranks 0, 1: .* hangs .*%makedip"):

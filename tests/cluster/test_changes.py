@@ -118,6 +118,7 @@ def test_remaining_ranks_keep_their_variables_when_the_group_is_resized(own_grou
     assert own_group.pull(["has"]) == {"has": False}
 
 
+@pytest.mark.grid
 def test_every_later_cell_names_an_ended_rank(own_group: ddip.Group) -> None:
     with raises_on_ranks({1: "RankEnded"}):
         own_group.run("import os, signal\nif rank: os.kill(os.getpid(), signal.SIGKILL)")

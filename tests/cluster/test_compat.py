@@ -130,6 +130,7 @@ OF_PROCESSES = (
 )
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("name", few(OF_PROCESSES, OF_PROCESSES[0]))
 def test_a_start_reports_missing_names_that_a_process_needs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

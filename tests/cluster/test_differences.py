@@ -106,6 +106,7 @@ def define_training(cells: ddip.Group) -> None:
     cells.run(CODE)
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("place", few(NAMED, "scheduler"))
 def test_a_fault_within_a_step_is_named_and_synced(
     cells: ddip.Group, place: str, capsys: pytest.CaptureFixture[str]
@@ -152,7 +153,7 @@ def test_a_difference_is_named_again_until_it_is_resolved(
 
 
 def test_gradients_that_differ_are_cleared(cells: ddip.Group) -> None:
-    cells.run("net = nn.Linear(2, 1); net(torch.ones(1, 2)).sum().backward()")
+    cells.run("torch.manual_seed(0); net = nn.Linear(2, 1); net(torch.ones(1, 2)).sum().backward()")
     wait_until_recorded(cells)
     with pytest.raises(ddip.CellError):
         cells.run("if rank == 1: net.zero_grad(); raise ValueError")
@@ -160,6 +161,7 @@ def test_gradients_that_differ_are_cleared(cells: ddip.Group) -> None:
     cells.run("assert net.weight.grad is None and net.bias.grad is None")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.grid
 def test_a_generator_ahead_on_one_rank_is_named_and_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +240,7 @@ def test_half_an_optimizer_step_without_a_wrapper_is_synced(
     """)
 
 
+@pytest.mark.grid
 def test_the_first_training_cell_is_compared_by_its_counters(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +253,7 @@ def test_the_first_training_cell_is_compared_by_its_counters(
     assert "seed" not in stderr and "best" not in stderr
 
 
+@pytest.mark.grid
 def test_an_unfinished_state_is_named_even_on_equal_ranks(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,6 +350,7 @@ def test_a_check_finds_common_mistakes(cells: ddip.Group) -> None:
     assert str(cells.check()).endswith("objects equal on 2 ranks")
 
 
+@pytest.mark.grid
 def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -> None:
     """Push a model and an optimizer separately: each push brings its own parameters."""
     net = torch.nn.Linear(2, 1)
@@ -552,6 +558,7 @@ def test_parameters_whose_values_were_not_known_before_are_named(
     assert "net: parameters and buffers (2 differ" in stderr, stderr
 
 
+@pytest.mark.grid
 def test_sync_never_copies_part_of_a_loader_iterator(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """A loader iterator's position in the data cannot be set, so ddip sets none of its counters."""
     cells.run("""
@@ -600,6 +607,7 @@ def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsy
     assert "average differs" in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_a_seed_set_by_the_last_good_cell_counts(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Let the generators differ intentionally before the last good cell seeds them."""
     run_and_record(cells, "torch.manual_seed(rank)")
@@ -615,6 +623,7 @@ def test_a_seed_set_by_the_last_good_cell_counts(cells: ddip.Group, capsys: pyte
     """)
 
 
+@pytest.mark.grid
 def test_sync_also_copies_differences_above_the_display_limit(
     cells: ddip.Group, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -327,6 +327,7 @@ def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
     assert shown.error == "CellError"
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_waiting_for_a_failed_rank_is_not_a_failure(notebook: Notebook) -> None:
     shown = notebook.fails("""
@@ -463,6 +464,7 @@ def test_late_output_of_a_thread_goes_to_its_tabs(notebook: Notebook) -> None:
 # -- temporary output
 
 
+@pytest.mark.grid
 def test_a_stall_notice_disappears_when_the_waiting_ranks_end(notebook: Notebook, tmp_path: Path) -> None:
     notebook.ok("%config DipMagics.stall_timeout = 1")
     os.mkfifo(tmp_path / "go")  # on a loaded machine, a loop that polls a file would seem to make progress

@@ -123,6 +123,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("kind", few(REFUSED, "fsdp"))
 @pytest.mark.native("sockets")
 def test_the_former_model_says_that_it_must_be_recreated(ranks: ddip.Group, kind: str) -> None:
@@ -133,6 +134,7 @@ def test_the_former_model_says_that_it_must_be_recreated(ranks: ddip.Group, kind
         ranks.run("step(4)")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_model_after_an_unequal_step_refuses_further_use(ranks: ddip.Group) -> None:
     """Without the restore, the shards would be of different steps, and training would continue with them."""
     train_four_steps(ranks, "fsdp")
@@ -364,6 +366,7 @@ def test_the_extra_state_of_a_module_is_restored(ranks: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.grid
 def test_a_failed_restore_says_why(ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.options, "failure_grace", 10.0)  # all ranks raise, but a loaded machine may delay one
     ranks.run("make(fsdp)")

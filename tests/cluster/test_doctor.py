@@ -85,6 +85,7 @@ def test_two_ranks_start_and_nothing_is_left(home: Path) -> None:
     assert sorted(Path(os.environ["TMPDIR"]).iterdir()) == before
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("number", "code", "after"),
     [

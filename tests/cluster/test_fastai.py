@@ -95,6 +95,7 @@ STATE = "state = {name: value.clone() for name, value in learn.model.state_dict(
 # -- training
 
 
+@pytest.mark.grid(in_ci=True)
 def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
     ranks.run("learn = learner(norm=True)")
     same_on_all_ranks(ranks, "weights(learn)")
@@ -139,6 +140,7 @@ def test_seeded_epochs_equal_one_process_with_the_larger_batch(
         assert same_on_all_ranks(ranks, values) == pytest.approx(eval(values, namespace), abs=1e-4)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     ranks.run(f"learn = learner(opt_func=SGD)\n{STATE}\nlearn.fit(1, 0.05)")
     namespace = run_in_one_process(
@@ -153,6 +155,7 @@ def test_losses_of_steps_equal_the_larger_batch(ranks: ddip.Group, one_process: 
     )
 
 
+@pytest.mark.grid(in_ci=True)
 def test_each_item_is_seen_once_and_in_one_shuffled_order(ranks: ddip.Group) -> None:
     ranks.run("learn = learner(loaders(n=96, shuffle=True))")
     orders = []
@@ -189,6 +192,7 @@ def test_a_summed_loss_is_summed_over_all_ranks(ranks: ddip.Group, one_process: 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_torch_loaders_train_as_in_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     code = """
 def by_torch(bs):
@@ -204,6 +208,7 @@ def by_torch(bs):
     assert_same_weights(ranks, namespace)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stateful_model_validates_as_in_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     code = """
 class Remembers(nn.Module):
@@ -239,6 +244,7 @@ def test_a_penalty_is_part_of_the_loss(ranks: ddip.Group) -> None:
     assert min(same_on_all_ranks(ranks, "[float(loss) for loss in learn.recorder.losses]")) > 10
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -258,6 +264,7 @@ def test_a_callback_may_validate_in_the_middle_of_a_fit(ranks: ddip.Group) -> No
     same_on_all_ranks(ranks, "weights(learn)")
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -275,6 +282,7 @@ def test_a_model_with_parameters_that_nothing_uses_trains(ranks: ddip.Group) -> 
     same_on_all_ranks(ranks, "weights(learn)")
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_ranks_draw_equal_random_numbers_except_during_training(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -295,6 +303,7 @@ def test_ranks_draw_equal_random_numbers_except_during_training(ranks: ddip.Grou
     same_on_all_ranks(ranks, draw)
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_a_seed_makes_training_reproducible(ranks: ddip.Group) -> None:
     runs = []
@@ -351,6 +360,7 @@ def test_a_language_model_reads_consecutive_text(ranks: ddip.Group, one_process:
 # -- evaluation
 
 
+@pytest.mark.grid(in_ci=True)
 def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     ranks.run(f"learn = learner()\n{STATE}\ntold = list(learn.validate()), list(learn.validate(ds_idx=0))")
     namespace = run_in_one_process(one_process, ranks, "told = list(learn.validate()), list(learn.validate(ds_idx=0))")
@@ -358,6 +368,7 @@ def test_validate_gives_the_result_of_one_process(ranks: ddip.Group, one_process
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     calls = [
         "learn.get_preds()",
@@ -374,6 +385,7 @@ def test_get_preds_gives_ordered_predictions_of_one_process(ranks: ddip.Group, o
             assert one is other is None or torch.allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, one_process: dict[str, Any]) -> None:
     record = "[cb for cb in learn.cbs if isinstance(cb, Recorder)][0].train_metrics = True"
     ranks.run(f"learn = learner(lr=0.)\n{record}\n{STATE}\nlearn.fit(1, 0.)")
@@ -385,6 +397,7 @@ def test_metrics_of_the_training_set_count_each_item_once(ranks: ddip.Group, one
     assert mine[1:] == pytest.approx(theirs[1:], abs=1e-5)
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_ranks_with_their_own_data_or_models_evaluate_independently(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -398,6 +411,7 @@ def test_ranks_with_their_own_data_or_models_evaluate_independently(ranks: ddip.
     assert abs(mine - theirs) > 1e-3
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_one_rank_may_predict_alone(ranks: ddip.Group) -> None:
     ranks.run("""
@@ -418,6 +432,7 @@ def test_one_rank_may_predict_alone(ranks: ddip.Group) -> None:
 # -- decisions
 
 
+@pytest.mark.grid(in_ci=True)
 def test_lr_find_ends_and_changes_nothing(ranks: ddip.Group) -> None:
     ranks.run("""
         import matplotlib; matplotlib.use("agg")
@@ -432,6 +447,7 @@ def test_lr_find_ends_and_changes_nothing(ranks: ddip.Group) -> None:
     assert _are_equal(before, after)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path) -> None:
     ranks.run(f"""
         learn = learner(path={str(tmp_path)!r}, lr=0.5)
@@ -450,6 +466,7 @@ def test_callbacks_decide_equally_on_all_ranks(ranks: ddip.Group, tmp_path: Path
     assert same_on_all_ranks(ranks, "learn.train_iter") == 1
 
 
+@pytest.mark.grid(in_ci=True)
 @two_ranks
 def test_mixed_precision_and_mixup_train(ranks: ddip.Group) -> None:
     ranks.run("learn = learner(metrics=accuracy, cbs=MixUp()).to_fp16()\nkinds = set()")

@@ -54,6 +54,7 @@ RUN = "learn.fit(2, 0.01)"
 SOME = ("a sum with no gradient at first", "a mean and a penalty")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "source",
     [
@@ -121,6 +122,7 @@ def once(stated):
 """
 
 
+@pytest.mark.grid
 def test_the_trial_of_a_loss_leaves_nothing_behind(group: ddip.Group) -> None:
     group.run(f"""{STATEFUL}
 import warnings
@@ -140,6 +142,7 @@ torch.set_warn_always(False)
     assert all(map(torch.equal, learned, same))
 
 
+@pytest.mark.grid
 def test_a_loss_with_unknown_reduction_is_named_once(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     group.run("""
         def contrast(pred, y): return F.cross_entropy(pred @ pred.T, torch.arange(len(pred)))
@@ -184,6 +187,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", few(CALLBACKS, "accumulated"))
 @pytest.mark.parametrize(
     "loss",

@@ -77,6 +77,7 @@ def test_an_error_in_fit_leaves_the_learner_usable_everywhere(group: ddip.Group,
     assert len(same_on_all_ranks(group, "weights(learn)")) > 0
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_stop_button_in_fit_leaves_the_learner_usable(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         from pathlib import Path
@@ -132,6 +133,7 @@ def test_an_error_in_validate_leaves_no_autocast(group: ddip.Group) -> None:
     assert not autocast and first != second
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_fit_that_is_cancelled_leaves_the_ranks_the_same(group: ddip.Group) -> None:
     group.run("""
         class Enough(Callback):
@@ -145,6 +147,7 @@ def test_a_fit_that_is_cancelled_leaves_the_ranks_the_same(group: ddip.Group) ->
     same_on_all_ranks(group, "list(learn.validate())")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_trainable_parameters_may_change_during_a_fit(group: ddip.Group) -> None:
     group.run("""
         def switch(self):
@@ -193,6 +196,7 @@ def test_different_data_are_refused_on_all_ranks(group: ddip.Group) -> None:
         """)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_after_one_rank_trains_alone_fit_makes_ranks_equal(group: ddip.Group) -> None:
     group.run("learn = learner()\nlearn.fit(1)")
     group.run("learn.fit(1)", ranks=[1])
@@ -203,6 +207,7 @@ def test_after_one_rank_trains_alone_fit_makes_ranks_equal(group: ddip.Group) ->
     same_on_all_ranks(group, "[float(s['grad_avg'].sum()) for s in learn.opt.state_dict()['state']]")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None:
     group.run("""
         from torch.utils.data import DataLoader as TorchLoader
@@ -224,6 +229,7 @@ def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None
 # -- distribution code in the user's cell
 
 
+@pytest.mark.grid(in_ci=True)
 def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
     group.run("""
         from fastai.distributed import *
@@ -240,6 +246,7 @@ def test_distrib_ctx_and_its_parts_are_harmless(group: ddip.Group) -> None:
     assert re.search("rank 0 .*fetch: OSError: no disk", caught.value.by_rank[1].message)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
     group.run("""
         from accelerate import Accelerator
@@ -254,6 +261,7 @@ def test_code_for_accelerate_works_as_usual(group: ddip.Group) -> None:
     assert [one[1:] for one in on_all_ranks(group, "told")] == [(2, 0), (2, 1)]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_subword_tokenizers_are_trained_once_and_equal_on_ranks(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         from fastai.text.core import SubwordTokenizer
@@ -268,6 +276,7 @@ def test_subword_tokenizers_are_trained_once_and_equal_on_ranks(group: ddip.Grou
     assert all(len(tokens) > 5 for told in same_on_all_ranks(group, "told") for tokens in told)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_notebook_launcher_calls_the_function_on_each_rank(group: ddip.Group) -> None:
     group.run("""
         from accelerate import notebook_launcher
@@ -310,6 +319,7 @@ def address(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.grid(in_ci=True)
 def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, address: str) -> None:
     with tarfile.open(tmp_path / "web" / "tiny.tgz", "w:gz") as archive:
         info = tarfile.TarInfo("tiny/data.csv")
@@ -335,6 +345,7 @@ def test_data_and_weights_are_fetched_once(group: ddip.Group, tmp_path: Path, ad
     group.run(f"if rank == 0: untar_data({address!r} + '/tiny.tgz', data={str(tmp_path / 'other')!r})")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_settings_written_by_one_rank_are_complete_for_others(group: ddip.Group, tmp_path: Path) -> None:
     """Read fastai's settings in a home folder that has none yet.
 
@@ -352,6 +363,7 @@ def test_settings_written_by_one_rank_are_complete_for_others(group: ddip.Group,
     """)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_cell_on_one_rank_saves_the_requested_files(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)\nlearn.fit(1)")
     group.run("learn.save('mine'); learn.load('mine'); learn.export('mine.pkl')", ranks=[1])
@@ -361,6 +373,7 @@ def test_a_cell_on_one_rank_saves_the_requested_files(group: ddip.Group, tmp_pat
     same_on_all_ranks(group, "weights(again)")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_learner_is_loaded_on_one_rank_after_the_other(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"""
         from fastai.distributed import rank0_first
@@ -382,6 +395,7 @@ def test_pictures_are_fetched_once(group: ddip.Group, tmp_path: Path, address: s
     assert same_on_all_ranks(group, "told") == Counting.request_counts["/one.jpg"] == 3
 
 
+@pytest.mark.grid(in_ci=True)
 def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) -> None:
     group.run(f"learn = learner(path={str(tmp_path)!r}, metrics=accuracy)")
     group.run("learn.fit(1, cbs=Callback(after_epoch=lambda self: self.learn.export('within.pkl')))")
@@ -393,6 +407,7 @@ def test_an_exported_learner_needs_no_ddip(group: ddip.Group, tmp_path: Path) ->
 # -- output
 
 
+@pytest.mark.grid(in_ci=True)
 def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     group.run("learn = learner()\nlearn.fit(2)\nlearn.validate()\nlearn.get_preds()", show_ranks=[0, 1])
     shown = capsys.readouterr().out
@@ -403,6 +418,7 @@ def test_one_bar_and_one_table_are_shown(group: ddip.Group, capsys: pytest.Captu
 # -- start and end of the app
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None:
     group.run("""
         learn = learner(metrics=accuracy)
@@ -415,6 +431,7 @@ def test_a_learner_brings_its_records_to_the_notebook(group: ddip.Group) -> None
     assert (len(recorder.values), len(recorder.losses), len(recorder.lrs)) == (2, 14, 14)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_removing_the_app_leaves_fastai_unchanged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -446,12 +463,14 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
     assert {name for name in before if after[name] != before[name]} == set()
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_command_lists_the_changes_in_fastai(group: ddip.Group) -> None:
     assert "Mends, in fastai 2.8.12" in (group.command("mends") or "")
     with pytest.raises(RequestFailed, match="%%dip -a mends.* men$"):
         group.command("men")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_ranks_draw_their_own_numbers_without_the_app(group: ddip.Group) -> None:
     group.run("from ddip.apps import fastai as app\napp.release()")
     mine, theirs = on_all_ranks(group, "(float(torch.rand(())), random.random(), float(np.random.rand()))")

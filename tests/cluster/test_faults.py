@@ -161,6 +161,7 @@ def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str)
     prove_ranks_work(four_ranks)
 
 
+@pytest.mark.grid(in_ci=True)
 @on_stages("DDP backward")
 @pytest.mark.native("sockets")
 def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, stage: str) -> None:
@@ -241,6 +242,7 @@ def test_the_cause_of_a_death_is_shown(four_ranks: ddip.Group, death: str, told:
     four_ranks.run("assert marker == ('rank 1' if rank == 2 else f'rank {rank}')")
 
 
+@pytest.mark.grid
 def test_only_log_lines_of_the_last_cell_explain_ended_ranks(four_ranks: ddip.Group) -> None:
     four_ranks.run("if rank > 1: os.write(2, b'an earlier problem\\n')")
     with raises_on_ranks({2: "RankEnded", 3: "RankEnded"}) as caught:
@@ -290,6 +292,7 @@ def test_processes_forked_by_dead_ranks_end_with_them(four_ranks: ddip.Group) ->
     prove_ranks_work(four_ranks, lost=(1, 2))
 
 
+@pytest.mark.grid
 @pytest.mark.native("sockets")
 def test_a_daemon_of_a_dead_rank_delays_no_other_rank(four_ranks: ddip.Group, tmp_path: Path) -> None:
     """The kernel does not notify the other ranks while the daemon keeps the connections open."""
@@ -405,6 +408,7 @@ def test_subgroups_formed_by_some_ranks_do_not_break_later_ones(four_ranks: ddip
     four_ranks.run("assert x.tolist() == [8.0] * 3")
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "make",
     [

@@ -41,6 +41,7 @@ def test_workers_of_a_loader_write_in_order_before_cells_end(notebook: Notebook)
     assert texts == [*items, ("stdout", "end\n")]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_worker_of_a_forkserver_writes_each_line_at_once(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "telling.py").write_text(
         "class Data:\n    def __len__(self): return 3\n    def __getitem__(self, i): print('item', i); return i\n"

@@ -131,6 +131,7 @@ def test_a_wrapper_continues_after_an_error_in_backward_everywhere(
     assert "iteration" not in capsys.readouterr().err
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("thread", few(["no thread", "a thread"], "a thread"))
 def test_collectives_begun_by_one_rank_never_meet_later_steps(
     cells: ddip.Group, thread: str, capsys: pytest.CaptureFixture[str]
@@ -210,6 +211,7 @@ def test_micro_batches_that_were_not_reduced_are_cleared(cells: ddip.Group, caps
     assert CLEARED + UNCHANGED in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_a_stop_in_backward_of_micro_batches_hangs_no_cell(cells: ddip.Group) -> None:
     """Run two micro-batches under no_sync, and time out in the third on one rank."""
     make_pair(cells, "DDP(with_fault())")
@@ -278,6 +280,7 @@ def test_a_rebuild_leaves_no_stale_gradients(cells: ddip.Group, capsys: pytest.C
     assert CLEARED in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +302,7 @@ def test_gradients_stay_when_a_cell_fails_outside_an_iteration(
     assert "iteration" not in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_only_models_in_the_failed_iteration_are_cleared(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     make_pair(cells, "with_fault()")
     cells.run("other = network(1); other_opt = adam(other); loss_of(other, 0).backward()")
@@ -349,6 +353,7 @@ def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
     assert CLEARED + UNCHANGED in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_ranks_busy_with_another_cell_are_reset_when_free(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -651,6 +656,7 @@ UNREDUCED = {
 """Sharded models, with code that fails and leaves gradients that are in no parameter's ``.grad``."""
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", few(UNREDUCED, "fully_shard"))
 def test_unreduced_gradients_are_cleared_beside_another_model(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
@@ -670,6 +676,7 @@ def test_unreduced_gradients_are_cleared_beside_another_model(
     assert re.search("gradients of `(net` and `other|other` and `net)` were cleared", capsys.readouterr().err)
 
 
+@pytest.mark.grid
 def test_a_caught_stop_leaves_no_unreduced_gradients(cells: ddip.Group, tmp_path: Path) -> None:
     """Catch the stop in the cell, as loops that end gracefully do."""
     cells.run(SHARDED + FSDP1_CODE)
@@ -729,6 +736,7 @@ FSDP1 = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", few(FSDP1, "nested"))
 def test_fsdp1_continues_after_an_error_in_backward(cells: ddip.Group, kind: str) -> None:
     cells.run(FSDP1_CODE)

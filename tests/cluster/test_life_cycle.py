@@ -85,6 +85,7 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(new_notebook: NewNotebook, 
     wait_until(lambda: not any(process.is_running() for process in family), 5 - (time.monotonic() - began))
 
 
+@pytest.mark.grid(in_ci=True)
 @ANY_BUSINESS
 def test_the_end_of_the_controller_ends_ranks_with_a_message(bare_notebook: Notebook, code: str) -> None:
     running = begin_on_two_ranks(bare_notebook, code)
@@ -230,6 +231,7 @@ def test_a_forked_process_gets_an_error_instead_of_the_group(group: ddip.Group) 
     group.run("assert rank >= 0")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_repeated_starts_and_ends_leak_no_resources(bare_notebook: Notebook) -> None:
     notebook = bare_notebook
     notebook.ok("%makedip -n 2\n%makedip -k")

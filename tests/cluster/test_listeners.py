@@ -63,6 +63,7 @@ def count_descriptors(group: ddip.Group) -> list[int]:
     return [len(os.listdir(f"/proc/{member.pid}/fd")) for member in group.members]
 
 
+@pytest.mark.grid
 @linux
 @pytest.mark.native("listeners")
 def test_many_foreign_connections_to_each_listener_break_no_rank(cells: ddip.Group) -> None:
@@ -139,6 +140,7 @@ def test_a_group_that_connects_lazily_stays_usable() -> None:
         group.run(f"{SETUP}\n{PROOF}")
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_the_environment_cannot_put_the_group_on_the_network(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -502,6 +502,7 @@ def test_quotes_around_arguments_are_removed(notebook: Notebook) -> None:
     assert "this group has no app" in notebook.fails("%%dip -a 'save x'\n1").message
 
 
+@pytest.mark.grid
 def test_a_new_group_starts_after_all_ranks_have_ended(bare_notebook: Notebook) -> None:
     bare_notebook.ok("%makedip -n 2")
     bare_notebook.fails("%%dip\nimport os\nlost = 1\nos._exit(3)")
@@ -582,6 +583,7 @@ def test_help_lists_every_option(bare_notebook: Notebook) -> None:
         assert [option for option in options if option not in text] == [], text
 
 
+@pytest.mark.grid(in_ci=True)
 def test_unload_ends_the_group_and_removes_the_magics(bare_notebook: Notebook) -> None:
     from .leftovers import processes_of
 
@@ -614,6 +616,7 @@ def test_a_reload_keeps_the_group_the_settings_and_autodip(bare_notebook: Notebo
     assert bare_notebook.ok("%reload_ext ddip").text == ""  # no group, so no notice
 
 
+@pytest.mark.grid
 def test_debug_opens_no_frame_of_ddip(notebook: Notebook) -> None:
     notebook.fails("%%dip -r 1\n1 / 0")
     shown = notebook.ok("%debug")

@@ -396,6 +396,7 @@ def test_ddips_names_do_not_travel_and_the_notebooks_are_named(
     assert pull_from_all(cells, "told") == [(0, 2), (1, 2)]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_additional_objects_are_named_and_updated_until_ranks_assign_them(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nlr, setting = 1, {'a': 1}\ndef f(): return lr, setting['a']")
     assert "ddip: pushed f, with lr, setting, which functions of it read: " in notebook.ok("%dipush f").text
@@ -602,6 +603,7 @@ def test_flags_with_members_of_several_bits_arrive_whole(cells: ddip.Group, main
     assert back["F"] is F and back["told"][2] == [F.A, F.B] and isinstance(F.ALL, enum.Flag)
 
 
+@pytest.mark.grid
 def test_a_name_is_found_in_its_normalized_spelling(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nﬁx = 3\n%dipush ﬁx")
     notebook.ok("%%dip\nfix += 1")

@@ -156,6 +156,7 @@ def a_sharded_tensor() -> dict[str, torch.Tensor]:
     return {"w": distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])}
 
 
+@pytest.mark.grid(in_ci=True)
 def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
     """Rank 0's part could be mistaken for the whole: loaded on all ranks, it is half of a model, twice."""
     cells.run(SHARDED)
@@ -201,6 +202,7 @@ def test_a_part_of_a_sharded_tensor_is_not_pushed(cells: ddip.Group) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("how", few(["new", "old"], "new"))
 def test_a_gathered_state_trains_as_if_never_gathered(cells: ddip.Group, how: str) -> None:
     cells.run(SHARDED)
@@ -609,6 +611,7 @@ def test_only_valid_names_are_accepted() -> None:
         check_names(["model.weight"], "%dipush")
 
 
+@pytest.mark.grid
 def test_modules_beside_the_notebook_need_no_push(notebook: Notebook) -> None:
     notebook.ok("%makedip -n 2\nopen('mine_beside.py', 'w').write('x = 1')")
     expected = (

@@ -113,6 +113,7 @@ def test_each_row_of_the_page_has_a_case() -> None:
     assert rows_of_page() == [*ARRIVES, *REFUSED]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_objects_arrive_as_the_page_says(cells: ddip.Group) -> None:
     """Pull and push each object, and check it also on a rank that did not create it."""
     cells.run(SET_UP)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import ddip
 
 from .rank_errors import raises_on_ranks
@@ -27,6 +29,7 @@ ODD = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 def test_odd_bytes_hide_neither_a_death_nor_its_figures(cells: ddip.Group) -> None:
     """Use all kinds at once: each must pass, and every death costs a second."""
     cells.options.failure_grace = 0.1

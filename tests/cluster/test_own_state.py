@@ -271,6 +271,7 @@ def test_the_sampler_within_a_sampler_is_restored(ranks: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.grid
 def test_a_second_model_needs_a_name_but_reruns_do_not(ranks: ddip.Group) -> None:
     """The output history or a traceback may still hold the former model."""
     cell = "a, b = nn.Linear(2, 2), nn.Linear(2, 2)\nsa, sb = ddip.dist_state(a), ddip.dist_state(b)\n"
@@ -381,6 +382,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", REFUSED)
 def test_save_refuses_state_that_could_not_be_restored(ranks: ddip.Group, case: str) -> None:
     """All ranks refuse if one rank's state cannot be restored; the former save stays."""
@@ -407,6 +409,7 @@ def test_save_refuses_state_that_could_not_be_restored(ranks: ddip.Group, case: 
     ranks.run("counting.count = 0\nassert state.restore() == 1 and counting.count == 7 + rank")
 
 
+@pytest.mark.grid
 def test_ranks_without_a_state_are_refused_at_once(ranks: ddip.Group) -> None:
     for other, message in {
         "torch.utils.data.DataLoader([1])": "DataLoader .*sampler",
@@ -462,6 +465,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("case", few(FAULTS, "before the second step", "with the same wrapper"))
 def test_ddp_adds_gradients_in_the_same_order_after_a_fault(ranks: ddip.Group, case: str) -> None:
     """With three ranks or more, another order changes the last digit."""

@@ -100,6 +100,7 @@ def test_all_ranks_answer_while_some_wait_in_a_collective(cells: ddip.Group, tmp
     assert cells.peek_all(["x"], [1, 0])[0] == [{"x": torch.full((1,), 3.0)}] * 2  # also of idle ranks
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("size", [100_000, *(pytest.param(n, marks=pytest.mark.grid) for n in (3_000, 5_000_000))])
 @pytest.mark.native("pause")
 def test_a_tensor_is_consistent_while_operators_write_to_it(
@@ -118,6 +119,7 @@ def test_a_tensor_is_consistent_while_operators_write_to_it(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.grid
 def test_an_operation_that_may_have_written_in_part_is_named(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,6 +304,7 @@ def test_the_number_of_hanging_snapshots_is_limited(cells: ddip.Group) -> None:
     assert cells.peek(["fine"]) == {"fine": 1}
 
 
+@pytest.mark.grid
 def test_a_suspended_rank_is_named_and_continues(cells: ddip.Group) -> None:
     cells.run("kept = rank")
     pid = cells.members[1].pid
@@ -321,6 +324,7 @@ def test_a_suspended_controller_is_named(cells: ddip.Group) -> None:
     wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
 
 
+@pytest.mark.grid
 def test_a_rank_whose_main_thread_holds_the_interpreter_is_named(cells: ddip.Group, tmp_path: Path) -> None:
     code = "import ctypes\nkept = rank\nbegun()\nif rank: ctypes.PyDLL(None).usleep(2_500_000)\nwait()"
     with running_cell(cells, tmp_path, code):
@@ -347,6 +351,7 @@ def test_a_rank_that_has_ended_is_named(cells: ddip.Group, when: str) -> None:
     assert cells.repair() == [1]
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
 def test_large_objects_arrive_completely_and_leave_nothing(
     cells: ddip.Group, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -390,6 +395,7 @@ wait()
     wait_until(lambda: pending_snapshots(cells) == [(0, 0), (0, 0)])
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("large = [float(i) for i in range(3_000_000)]")
     pulled: list[object] = []

@@ -102,6 +102,7 @@ def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytes
     assert all(each.python > 0.15 for each in profile.ranks.values()) and len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.grid
 @pytest.mark.native("sockets")
 def test_a_failed_or_stopped_cell_is_also_profiled(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run("import time, torch, torch.distributed as dist")

@@ -91,6 +91,7 @@ def test_a_failed_cell_on_some_ranks_rebuilds_the_group(cells: ddip.Group) -> No
     cells.run("dist.all_reduce(x)\nassert x.item() == 2")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "own",
     [
@@ -367,6 +368,7 @@ def test_an_interrupt_during_another_leaves_no_lock_closed(cells: ddip.Group) ->
         cells.run("assert lock.acquire(blocking=False); lock.release()")
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Group, no_interrupts_here: None) -> None:
     cells.run("""
@@ -502,6 +504,7 @@ def test_a_failure_is_reported_despite_an_earlier_stall_notice(
     stop.join()
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("work", ["x @ x", pytest.param("print('.')", marks=pytest.mark.grid)])
 def test_working_ranks_cause_no_stall_notice(cells: ddip.Group, capsys: pytest.CaptureFixture[str], work: str) -> None:
     cells.options.stall_timeout = 1
@@ -683,6 +686,7 @@ def test_a_repair_with_unpicklable_names_still_replaces_the_rank(cells: ddip.Gro
     cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
 
 
+@pytest.mark.grid
 def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> None:
     """Unregister the engine by hand, as the Hub does after thirty missed heartbeats; the process lives on."""
     cells.run("kept = rank")
@@ -702,6 +706,7 @@ def test_a_rank_abandoned_by_the_controller_is_replaced(cells: ddip.Group) -> No
     cells.run(f"{PROOF}\nassert rank == 1 or kept == 0")
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "kind",
     few(

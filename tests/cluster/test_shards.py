@@ -26,6 +26,7 @@ def row_of(table: object, name: str) -> list[str]:
     return re.split(r"\s\s+", re.sub(r"\]\s+(?=\d+ B)", "] ", found))
 
 
+@pytest.mark.grid(in_ci=True)
 def test_each_rank_has_its_shard_of_a_model(four_ranks: ddip.Group) -> None:
     four_ranks.run("model = fsdp()")
     table = four_ranks.shards("model")

@@ -46,6 +46,7 @@ def test_ranks_out_of_step_are_reported_and_old_tensors_dropped(
     assert notices.readouterr().err == ""
 
 
+@pytest.mark.grid
 def test_an_old_tensor_of_another_size_ends_no_rank(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     pids = [member.pid for member in cells.members]
     cells.run("if rank == 1: w = dist.all_reduce(torch.ones(10_000), async_op=True)")
@@ -87,6 +88,7 @@ def test_a_surplus_is_reported_with_its_place(
     cells.run(PROOF)
 
 
+@pytest.mark.grid
 def test_a_surplus_begun_in_c_is_reported_without_a_line(
     cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_collective_begun_only_on_some_ranks_is_reported(
     cells.run(PROOF)
 
 
+@pytest.mark.grid
 def test_an_accepted_surplus_is_silent_until_it_grows(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     cells.run("w = dist.all_reduce(x, async_op=True)", ranks=[0], unmatched=True)
     cells.run("kept = 1")
@@ -198,6 +201,7 @@ former = dist.group.WORLD
 """
 
 
+@pytest.mark.grid
 def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
     cells: ddip.Group, notices: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -220,6 +224,7 @@ def test_a_checkpoint_saved_by_a_thread_causes_no_alarm(
     assert "collectives" not in notices.readouterr().err
 
 
+@pytest.mark.grid
 def test_a_surplus_is_reported_when_its_thread_has_ended(
     cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +245,7 @@ def test_a_surplus_is_reported_when_its_thread_has_ended(
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former")
 
 
+@pytest.mark.grid
 def test_messages_of_a_thread_are_not_mistaken_for_collectives(
     cells: ddip.Group, notices: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +286,7 @@ def test_a_collective_of_an_unmatched_thread_is_reported(
     cells.run(f"{PROOF}\nassert dist.group.WORLD is not former", timeout=20)
 
 
+@pytest.mark.grid
 def test_a_group_formed_by_a_cell_is_also_watched(cells: ddip.Group, notices: pytest.CaptureFixture[str]) -> None:
     cells.run(
         "dist.destroy_process_group(); dist.init_process_group('gloo')\ndist.barrier(); former = dist.group.WORLD"

@@ -98,6 +98,7 @@ def test_a_rank_that_does_not_stop_pulling_is_replaced(cells: ddip.Group, tmp_pa
     cells.run(f"{PROOF}\nassert rank == 0 or kept == 1")
 
 
+@pytest.mark.grid
 @pytest.mark.native("sockets")
 def test_a_push_does_not_wait_to_free_replaced_objects(cells: ddip.Group, tmp_path: Path) -> None:
     """The former object is freed once all ranks have the new one, which may take forever."""
@@ -170,6 +171,7 @@ def test_a_stopped_app_action_can_be_repeated(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.grid)])
 # A stop may come while a generator is finalized
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stopped_change_ends_unchanged_or_complete(size: int) -> None:
     prove_stopped_changes(2, size, (0.05, 0.5, 0.75, 0.9, 0.99))

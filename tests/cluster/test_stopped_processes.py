@@ -46,6 +46,7 @@ def test_a_rank_that_misses_many_heartbeats_is_kept(monkeypatch: pytest.MonkeyPa
         group.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "which", ["one rank", *(pytest.param(which, marks=pytest.mark.grid) for which in ("all ranks", "the controller"))]
 )

@@ -103,6 +103,7 @@ class RanksStandStill:
         return self._places == former
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "wait",
     [

@@ -67,6 +67,7 @@ def test_an_interrupt_ends_a_wait_in_a_store(cells: ddip.Group) -> None:
         )
 
 
+@pytest.mark.grid
 def test_a_rank_that_waits_in_a_store_makes_no_progress(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     stderr_text = StderrText(capsys)
     thread = meanwhile(lambda: "the cell keeps waiting" in stderr_text.text(), press_stop)

@@ -63,6 +63,7 @@ def test_an_aborted_rank_does_not_continue_past_its_gpu_wait(
     told_gpus.run(f"told.works = False\n{PROOF}\nassert went_on is False")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_cell_lasts_until_its_gpu_has_finished(told_gpus: ddip.Group) -> None:
     with pytest.raises(CellTimeout, match=r"ranks 0, 1: work on the GPU,.* line 2: .*$"):
         told_gpus.run("told.holds, y = True, torch.ones(1)\ndist.all_reduce(y)\nended = True", timeout=1)

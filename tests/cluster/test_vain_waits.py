@@ -139,6 +139,7 @@ def test_a_receive_lasts_longer_than_the_set_up_of_a_group(ranks: ddip.Group) ->
     ranks.run("if rank == 0: time.sleep(6); dist.recv(x, 1)\nelse: dist.isend(x, 0).wait()")
 
 
+@pytest.mark.grid
 def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:
     waiting = ranks.start("dist.all_reduce(x)", ranks=[0])
     ranks.run("time.sleep(1); dist.all_reduce(x)", ranks=[1])
@@ -146,6 +147,7 @@ def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) 
     ranks.run("assert x.tolist() == [2.0] * 3, x")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_rank_that_computes_may_still_fail_by_itself(ranks: ddip.Group) -> None:
     """Rank 1 is not named as blocked: its own error is the second one."""
     with raises_on_ranks({0: "ValueError", 1: "KeyError"}, {}):

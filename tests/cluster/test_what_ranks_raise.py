@@ -38,6 +38,7 @@ def test_an_error_shows_the_last_output_of_hidden_ranks(cells: ddip.Group) -> No
     assert not any(error.output for error in caught.value.by_rank.values())
 
 
+@pytest.mark.grid
 def test_a_time_out_shows_the_last_output_of_hidden_ranks(cells: ddip.Group) -> None:
     cells.run("import time")
     with pytest.raises(ddip.CellTimeout) as caught:
@@ -48,6 +49,7 @@ def test_a_time_out_shows_the_last_output_of_hidden_ranks(cells: ddip.Group) -> 
 # -- in bounded time
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_an_unblocked_rank_sends_no_traceback_and_slows_nothing(cells: ddip.Group) -> None:
     def count_objects() -> list[int]:
@@ -103,6 +105,7 @@ SLOW = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("what", few(SLOW, "sleeps"))
 def test_an_error_with_a_slow_text_costs_no_rank(cells: ddip.Group, what: str) -> None:
     cells.run("import time\nkept = rank")
@@ -113,6 +116,7 @@ def test_an_error_with_a_slow_text_costs_no_rank(cells: ddip.Group, what: str) -
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
+@pytest.mark.grid
 def test_a_stop_while_an_error_is_formatted_costs_no_rank(cells: ddip.Group, tmp_path: Path) -> None:
     thread = meanwhile(lambda: {f.name for f in tmp_path.iterdir()} == {"0", "1"}, press_stop)
     with pytest.raises(CellInterrupted):
@@ -195,6 +199,7 @@ CAUGHT = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("how", ["run_cell", pytest.param("showtraceback", marks=pytest.mark.grid)])
 @pytest.mark.native("sockets")
 def test_a_caught_error_fails_the_cell_only_if_ranks_wait(

@@ -122,6 +122,7 @@ def test_output_of_interact_is_below_the_slider_of_its_rank(notebook: Notebook, 
         assert list(captured_texts(late)) == [outputs[number]] and captured_texts(late)[outputs[number]].endswith(line)
 
 
+@pytest.mark.grid
 def test_callbacks_print_in_the_tab_of_their_rank(notebook: Notebook) -> None:
     cell = notebook.begin("""
         %%dip -S all

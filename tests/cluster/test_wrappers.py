@@ -98,6 +98,7 @@ def test_loader_workers_left_by_a_failed_cell_delay_no_group(cells: ddip.Group) 
     cells.run("gc.enable()\n_utils.MP_STATUS_CHECK_INTERVAL = usual\nwrapper(torch.ones(2, 2))", timeout=60)
 
 
+@pytest.mark.grid
 def test_a_step_taken_by_one_rank_leaves_no_difference(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """No rank waits for another one here."""
     cells.run("wrapper = DDP(network(0)); opt = torch.optim.Adam(wrapper.parameters(), 0.05); step(wrapper, opt, 0)")
@@ -131,6 +132,7 @@ WAYS = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("way", few(WAYS, "a static graph"))
 def test_a_wrapper_keeps_its_configuration(cells: ddip.Group, way: str) -> None:
     make, then = WAYS[way]
@@ -146,6 +148,7 @@ getattr(inner, '_orig_mod', inner).load_state_dict(network(0).state_dict())
     cells.run(f"{losses}\nassert losses == expected, (losses, expected)")
 
 
+@pytest.mark.grid
 def test_each_wrapper_gets_its_own_parameters_from_rank_0(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +169,7 @@ def test_each_wrapper_gets_its_own_parameters_from_rank_0(
     assert "2 DDP wrappers were rebuilt, with rank 0's parameters" in capsys.readouterr().err
 
 
+@pytest.mark.grid
 def test_wrappers_match_even_if_a_rank_has_fewer(cells: ddip.Group) -> None:
     cells.run("first = DDP(network(0))")
     fail_on_one_rank(cells, "if rank == 1: raise ValueError\nsecond = DDP(network(1))")
@@ -184,6 +188,7 @@ def test_a_wrapper_that_failed_to_form_is_not_counted(cells: ddip.Group) -> None
     cells.run("step(wrapper, opt, 0)\nassert same(wrapper)")
 
 
+@pytest.mark.grid
 def test_parameters_frozen_during_a_rebuild_are_averaged_later(cells: ddip.Group) -> None:
     cells.run("""
         first, second = DDP(network(0)), DDP(network(1))
@@ -200,6 +205,7 @@ def test_parameters_frozen_during_a_rebuild_are_averaged_later(cells: ddip.Group
     """)
 
 
+@pytest.mark.grid
 def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 creates a wrapper without the others, and no rank waits for it."""
     cells.run("""
@@ -220,6 +226,7 @@ def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, caps
         cells.run("twins[1](torch.ones(2, 2))")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_an_optimizer_with_a_different_step_count_is_named(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +256,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("kind", few(REFUSED, "that one rank has no more"))
 def test_a_wrapper_that_cannot_continue_must_be_recreated(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
@@ -284,6 +292,7 @@ def test_a_new_rank_has_no_wrappers_but_smaller_groups_continue(
             group.run("wrapper(torch.ones(2, 2))")
 
 
+@pytest.mark.grid
 def test_an_interrupted_revival_is_repeated(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run("wrappers = [DDP(network(seed)) for seed in (0, 1)]")
     fail_on_one_rank(
