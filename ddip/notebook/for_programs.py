@@ -137,9 +137,11 @@ def output(
 
 
 def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
-    """Return variables of a rank by name, as ``%dipull`` copies them to the notebook.
+    """Return the values of the variables `names` on `rank` as plain data, by name; assign nothing in the notebook.
 
-    Each has its type and its value, as JSON, or as text if it is large or JSON cannot represent it.
+    Each entry has ``type``, the name of the class, and either ``json``, the value, or ``text``, its ``repr`` if the
+    value is large or JSON cannot represent it; ``truncated`` is then True if the text is incomplete. Tensors and arrays
+    also have ``shape`` and ``dtype``. Raises NoGroup, BadInput, GroupError, TransferError or RequestInterrupted.
     """
     from ddip.group.objects.transfer import check_names
 

@@ -76,9 +76,11 @@ def ask_engines(client: Client, engines: Sequence[int], expression: str) -> list
 
 
 def find_hosts(file: str, name: str, n: int | None) -> Attachment:
-    """Find the hosts of a cluster's engines, in the order of engine IDs. Raises GroupError.
+    """Ask the engines of an ipyparallel cluster for their hosts, and return these in the order of engine IDs.
 
-    `name`: the cluster as the user typed it; `n`: the requested number of ranks.
+    `file`: connection file of the cluster; `name`: the cluster as the user typed it, for messages; `n`: the requested
+    number of ranks, or None for one per engine. `n` is not checked: call ``ensure_enough`` of the result. Raises
+    GroupError if the cluster has no engines, or if its controller or an engine does not answer.
     """
     with _closing_client(connect_client(file)) as client:
         engines = sorted(client.ids)

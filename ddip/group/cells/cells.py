@@ -122,7 +122,11 @@ class Cells:
             raise GroupError("; ".join([*texts, *filter(None, [why])]))
 
     def ensure_idle(self) -> None:
-        """Raise GroupError if an abandoned cell still runs: the next cell would silently wait for it."""
+        """Interrupt ranks that still run abandoned cells or requests, and raise GroupError if some do not end.
+
+        It waits as long as these ranks make progress; without it, the next cell would silently wait for them. Running
+        cells that are not abandoned are ignored. Raises RequestInterrupted if the stop button ends the wait.
+        """
         stuck = self.settle()
         if stuck:
             places = places_text(self._ranks.places(stuck))

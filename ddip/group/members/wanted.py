@@ -14,9 +14,12 @@ from ddip.group.members.placement import GroupSpec, HostDevices, HostRequest, Re
 
 
 def resolve_spec(request: Request, hosts: Sequence[Host], running: int) -> GroupSpec:
-    """Place the requested group on `hosts`, or on this machine if empty.
+    """Choose the devices of the requested group on `hosts`, check that it can run there, and return its GroupSpec.
 
-    `running`: number of ranks that run already. Raises BadInput or GroupError.
+    `hosts`: connected hosts; if there are none, the group is on this machine. `running`: number of ranks that this
+    group already has, which the check of this machine's limits does not count again. Starts and changes nothing.
+    Raises BadInput if the request does not fit the devices or the installed apps, and GroupError if the working folder
+    was removed or a limit of this machine is too low.
     """
     folder.ensure_ready()
     apps.find_module(request.app)

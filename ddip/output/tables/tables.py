@@ -226,7 +226,7 @@ class CellRow:
 
 
 def cells_table(rows: Sequence[CellRow]) -> str:
-    """Return a table with one line per cell, the oldest first."""
+    """Format `rows` as a text table with a heading and one line per cell, in the order of `rows`."""
     head = ["cell", "ranks", "state", "seconds", "first line"]
     lines = [
         [

@@ -244,7 +244,10 @@ def _unwrap_prefixes(store: Any) -> Any:
 
 
 def _has_keys(store: Any, inner: Any, keys: Sequence[str]) -> bool:
-    """Return whether the store has all `keys`; ``check`` alone would wait in C++ for a missing file."""
+    """Return whether `store` has all `keys`, without waiting for the file of a FileStore, as ``check`` alone would.
+
+    `inner`: the store inside all PrefixStores of `store`.
+    """
     return (not isinstance(inner, _torch.FileStore) or os.path.lexists(inner.path)) and bool(store.check(list(keys)))
 
 
