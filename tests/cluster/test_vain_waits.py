@@ -8,6 +8,7 @@ import pytest
 
 import ddip
 from ddip.errors import CellInterrupted
+from ddip.group.cells import cell_state
 
 from .meanwhile import meanwhile, press_stop
 from .rank_errors import raises_on_ranks
@@ -158,5 +159,30 @@ def test_a_stop_ends_ranks_that_wait_for_a_stopped_one(ranks: ddip.Group) -> Non
     stopped = meanwhile(lambda: "barrier" in str(ranks.stacks()[1].place), press_stop)  # type: ignore[union-attr]
     with pytest.raises(CellInterrupted, match="ranks 0, 1$"):
         ranks.run("if rank == 0: time.sleep(1000)\ndist.barrier()")
+    stopped.join()
+    ranks.run(PROOF)
+
+
+DEADLOCKS = {
+    "two groups": "dist.barrier(pair) if rank == 0 else dist.all_reduce(x)",
+    "each receives": "dist.recv(x, 1 - rank)",
+}
+
+
+@pytest.mark.parametrize("name", few(DEADLOCKS, "two groups"))
+def test_a_stop_ends_ranks_that_wait_for_each_other(
+    ranks: ddip.Group, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cell_state, "STOP_GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr(cell_state, "STOP_SECONDS", 1000.0)
+    ranks.run("pair = dist.new_group()")
+    waits = {"barrier", "all_reduce", "recv"}
+
+    def all_wait() -> bool:
+        return all(stack.place is not None and stack.place.function in waits for stack in ranks.stacks().values())
+
+    stopped = meanwhile(all_wait, press_stop)
+    with pytest.raises(CellInterrupted):
+        ranks.run(DEADLOCKS[name])
     stopped.join()
     ranks.run(PROOF)

@@ -176,6 +176,13 @@ def test_waits_in_vain_are_aborted_at_once_and_only_once() -> None:
     assert state.is_over and state.reportable_errors() == {0: WRONG, 1: CUT}
 
 
+def test_after_a_stop_ranks_may_wait_for_each_other() -> None:
+    state = new_state(2)
+    state.step(StopPressed(), 0.1)
+    assert Question.WAITS_IN_VAIN in state.step(TimePassed(), 0.15)
+    assert state.step(WaitsInVain(), 0.2) == [RankAction.ABORT]
+
+
 def test_a_stopped_cell_waits_for_messages_only_a_limited_time() -> None:
     state = new_state(1)
     state.step(StopPressed(), 0.0)

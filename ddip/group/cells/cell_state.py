@@ -149,7 +149,7 @@ class Question(Enum):
     WHO_MOVES = auto()
     """Ask which interrupted ranks make progress towards their end."""
     WAITS_IN_VAIN = auto()
-    """Ask whether every running rank waits for one on which the cell has ended."""
+    """Ask whether every running rank waits for one on which the cell has ended, or, after a stop, for each other."""
     WHO_CANNOT_STOP = auto()
     """Ask which interrupted ranks are in a wait that nothing can end."""
     STALL = auto()
@@ -328,7 +328,7 @@ class CellState:
             ):
                 actions += self._abort_collectives(now)
             else:
-                if self._replied and self.limits.can_unblock:
+                if (self._replied or self.stopped_at is not None) and self.limits.can_unblock:
                     actions.append(Question.WAITS_IN_VAIN)
                 if self._caught:
                     actions.append(Question.STALL_AFTER_CAUGHT)

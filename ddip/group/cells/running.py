@@ -513,7 +513,8 @@ class RunningCell:
         if self._state.ending() == "good" and not self._is_alone():
             return False
         ended = [rank for rank, error in self._state.errors.items() if error.name == RANK_ENDED]
-        return self._vain_waits.are_proved(running, self.reports, ended, time.monotonic())
+        is_stopped = self._state.stopped_at is not None
+        return self._vain_waits.are_proved(running, self.reports, ended, time.monotonic(), is_stopped)
 
     def _perform(self, action: Action) -> Event | None:
         """Carry out `action`; return the answer if it is a question with one."""

@@ -9,7 +9,7 @@ whole `failure_grace` then:
     rank 2    computes                                     may raise an error of its own: nothing is aborted yet
 
 All running ranks must wait in vain, at two looks in a row: a rank that computes, or is about to fail by itself, is left
-alone for the grace.
+alone for the grace. After a stop, ranks also wait in vain for each other, as in a deadlock: none begins its part any more.
 """
 
 from __future__ import annotations
@@ -43,11 +43,17 @@ class VainWaits:
         """The ranks on which the cell has ended without their parts of the operations, once that is proved."""
 
     def are_proved(
-        self, running: Sequence[int], reports: Mapping[int, CellReport | None], ended: Collection[int], now: float
+        self,
+        running: Sequence[int],
+        reports: Mapping[int, CellReport | None],
+        ended: Collection[int],
+        now: float,
+        is_stopped: bool = False,
     ) -> bool:
         """Return True if all `running` ranks waited in vain in this look and the one before.
 
         `reports` are those of the ranks on which the cell has ended; the processes of the ranks `ended` have ended too.
+        If the cell `is_stopped`, it suffices that all wait, and one of them for a part that another has not begun.
         """
         if len(reports) != self._finished:
             self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
@@ -59,20 +65,26 @@ class VainWaits:
         if self._last.keys() != set(running) or self._last != last:
             return False
         begun = {rank: report.get("begun", {}) for rank, report in reports.items() if report is not None}
-        if not self._are_in_vain(begun, ended):
+        if not is_stopped and not self._are_in_vain(begun, ended, is_stopped):
             return False
-        # a thread or task of an ended rank may have begun operations since
-        latest = self._ranks.call_on_control_channel(list(begun), on_rank.begun_operations(), ANSWER_SECONDS)
-        return self._are_in_vain({rank: answer or {} for rank, answer in latest.items()}, ended)
+        # a thread or task of an ended rank may have begun operations since; a waiting rank has others than it waits for
+        asked = sorted({*begun, *running}) if is_stopped else list(begun)
+        latest = self._ranks.call_on_control_channel(asked, on_rank.begun_operations(), ANSWER_SECONDS)
+        return self._are_in_vain({rank: answer or {} for rank, answer in latest.items()}, ended, is_stopped)
 
-    def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int]) -> bool:
-        """Return True if each rank of the last look waits in vain; set `missing`."""
+    def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int], is_stopped: bool) -> bool:
+        """Return True if each rank of the last look waits in vain, or any of a stopped cell; set `missing`.
+
+        `by_ended` has the operations of the ranks that begin no more; of a stopped cell, these are all.
+        """
+        if is_stopped:
+            by_ended = {rank: _without_later(begun) for rank, begun in by_ended.items()}
         size = len(self._ranks.members)
         missing = {
             rank: find_missing(rank, wait["begun"], by_ended, size, self._former(rank))
             for rank, wait in self._last.items()
         }
-        proved = all(
+        proved = (any if is_stopped else all)(
             missing[rank] or uses_groups_of(ended, wait["begun"], self._former(rank), size)
             for rank, wait in self._last.items()
         )
@@ -118,6 +130,11 @@ def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, s
         if use["collectives"] > ((former or {}).get(group) or {"collectives": 0})["collectives"]
     ]
     return bool(used) and all(members.intersection(ended) for members in used)
+
+
+def _without_later(begun: Begun) -> Begun:
+    """Return `begun` of a rank that begins no more operations."""
+    return {group: {**use, "may_begin": "no"} for group, use in begun.items()}
 
 
 def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse, new: Collection[str]) -> bool:
