@@ -9,7 +9,7 @@ whole `failure_grace` then:
     rank 2    computes                                     may raise an error of its own: nothing is aborted yet
 
 All running ranks must wait in vain, at two looks in a row: a rank that computes, or is about to fail by itself, is left
-alone for the grace. After a stop, ranks also wait in vain for each other, as in a deadlock: none begins its part any more.
+alone for the grace. After a stop, ranks also wait in vain for each other, as in a deadlock: none begins its part.
 """
 
 from __future__ import annotations
