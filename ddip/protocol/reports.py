@@ -20,6 +20,10 @@ class GroupUse(TypedDict):
     """Number of sends and receives by direction: ``to 1``, ``from 0``, ``from any``, with ranks of the group."""
     ranks: list[int] | None
     """Ranks of the group; None: all."""
+    by_python: int
+    """Number of collectives begun by Python code."""
+    digest: int
+    """Digest of their operations, sizes, dtypes, reductions and roots, which is equal on all ranks of a group."""
     by_main: bool
     """True if Python code in the main thread has begun all of the collectives."""
     by_threads: bool

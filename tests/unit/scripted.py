@@ -53,6 +53,8 @@ def group_use(collectives: int, messages: dict[str, int] | None = None) -> Group
         "collectives": collectives,
         "messages": messages or {},
         "ranks": None,
+        "by_python": collectives,
+        "digest": 0,
         "by_main": True,
         "by_threads": False,
         "may_begin": "no",

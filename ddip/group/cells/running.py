@@ -56,6 +56,7 @@ from ddip.group.cells.vain_waits import VainWaits
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.group.process_group.process_group import ProcessGroupManager
+from ddip.group.process_group.signatures import DIFFERENT, find_different_waits
 from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, where_text
 from ddip.output.terminal_text import last_lines
@@ -251,6 +252,8 @@ class RunningCell:
         self._watch = Watch(ranks, limits.stall_timeout)
         self._after_caught = Watch(ranks, max(limits.failure_grace, STILL_SECONDS))
         self._vain_waits = VainWaits(ranks, manager.known_operations, time.monotonic())
+        self._different = ""
+        """Description of different collectives in which the ranks waited for each other; empty if they did not."""
         self._ending: StopProgress | None = None
         """Progress of the ranks after an interrupt; None before it."""
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
@@ -389,6 +392,8 @@ class RunningCell:
                 finished = sorted(self._vain_waits.missing or (self.replies.keys() - errors.keys() - {*stuck}))
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
+                elif self._different:
+                    error.args = (f"{error}; {DIFFERENT.format(lines=self._different)}",)
                 elif finished and all(each.waited for each in errors.values()):
                     error.args = (f"{error}; {ranks_text(finished)} finished the cell without it",)
                 elif not self._manager.healthy and (partition := self._manager.describe_partition()):
@@ -516,6 +521,12 @@ class RunningCell:
         is_stopped = self._state.stopped_at is not None
         return self._vain_waits.are_proved(running, self.reports, ended, time.monotonic(), is_stopped)
 
+    def _wait_in_different(self, running: Sequence[int]) -> bool:
+        """Return True if the `running` ranks wait in collectives that never complete, since they are different ones."""
+        if self._state.limits.can_unblock:
+            self._different = find_different_waits(self._ranks, running, list(self.replies))
+        return bool(self._different)
+
     def _perform(self, action: Action) -> Event | None:
         """Carry out `action`; return the answer if it is a question with one."""
         running = self._state.running
@@ -549,8 +560,11 @@ class RunningCell:
             case Question.WHO_CANNOT_STOP:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Question.STALL if self._watch.has_stalled(running, time.monotonic()):
-                return CellStalled()
+            case Question.STALL:
+                if self._watch.has_stalled(running, time.monotonic()):
+                    return CellStalled()
+                if self._watch.is_still and self._wait_in_different(running):
+                    return WaitsInVain()
             case Question.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
                 return CellStalled(after_caught=True)
         return None

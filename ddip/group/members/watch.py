@@ -27,6 +27,8 @@ class Watch:
         self._stall_timeout = stall_timeout
         self._since = self._asked = time.monotonic()
         self._last: dict[int, tuple[int, float]] = {}
+        self.is_still = False
+        """True if the last call of `has_stalled` has asked the ranks, and none had made progress since then."""
 
     def note_progress(self) -> None:
         """Restart the stall timeout, as something has arrived from the ranks."""
@@ -38,13 +40,15 @@ class Watch:
         Progress is a call of `note_progress`, another position in the code, or CPU time (of ranks on the CPU). The
         ranks are asked at most every `PULSE_SECONDS`; in between, the answer is False.
         """
+        self.is_still = False
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)
         if now < self._since + interval or now < self._asked + interval:
             return False
         passed, self._asked = now - self._asked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
-        if any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items()):
+        self.is_still = not any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items())
+        if not self.is_still:
             self.note_progress()
         self._last.update(pulses)
         return now >= self._since + self._stall_timeout

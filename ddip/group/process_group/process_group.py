@@ -22,7 +22,7 @@ from ddip.errors import GroupError
 from ddip.group.members import host_facts
 from ddip.group.members.placement import GroupSpec
 from ddip.group.members.ranks import Ranks
-from ddip.group.process_group import connections
+from ddip.group.process_group import connections, signatures
 from ddip.group.process_group.iterations import Iterations
 from ddip.group.process_group.meeting import Rendezvous, RendezvousFactory
 from ddip.group.process_group.network import Network
@@ -40,6 +40,7 @@ OUT_OF_STEP = """\
 the ranks have begun different numbers of collectives in {uneven}{where}
 pending collectives are dropped, and the group is rebuilt before the next cell; if intended, %%dip --unmatched keeps \
 the group"""
+WRONG_RESULTS = "their results are wrong: correct the cell, and run it again from values that are right"
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
 GROUPS_EACH = 1_000_000
@@ -311,6 +312,11 @@ class ProcessGroupManager:
             self.healthy = False
         elif self.healthy and self._steps.uneven(size):
             self._handle_uneven(failed, unmatched)
+        elif self.healthy and (different := signatures.find_different(self._steps.known(), size)):
+            self.healthy = False
+            for group, members in different.items() if not failed else ():
+                lines = signatures.describe_different(self._ranks, group, members)
+                notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
 
     def _level_groups(self, made: Sequence[int]) -> None:
         """Set torch's group counter to the same value on all ranks.

@@ -72,6 +72,10 @@ class Steps:
         self._known.clear()
         self._accepted.clear()
 
+    def known(self) -> Mapping[int, Begun]:
+        """Return the last report of each rank since its group was formed."""
+        return self._known
+
     def known_of(self, rank: int) -> Begun | None:
         """Return the last report of `rank`; None if it has not reported since the group was formed."""
         return self._known.get(rank)

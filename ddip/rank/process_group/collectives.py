@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import CodeType
 from typing import Any, TypeAlias
@@ -43,16 +43,38 @@ def _cell_line() -> tuple[CodeType | None, int]:
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
 
 
-def _note_collective(group: dist.ProcessGroup, op: str, code: CodeType | None, line: int, inputs: Any = None) -> Tally:
-    """Note that this `line` of a cell's `code` begins the collective `op` on `inputs`."""
+def _note_collective(
+    group: dist.ProcessGroup,
+    op: str,
+    code: CodeType | None,
+    line: int,
+    inputs: Any = None,
+    sizes_agree: bool = False,
+    options: Any = None,
+) -> Tally:
+    """Note that this `line` of a cell's `code` begins the collective `op` on `inputs`, with torch's `options`.
+
+    `sizes_agree`: the inputs must have the same sizes on all ranks.
+    """
     tally = tally_of(group)
     begun = tally.begun()
+    types = [] if inputs is None else _input_types(inputs)
+    sizes = tuple((shape.numel(), dtype) for shape, dtype in types) if sizes_agree else ()
+    signature = op, sizes, _agreed_option(options)
     tally.enter(is_collective=True)
-    tally.lines.append((begun, code, line))
-    tally.last = max(begun, default=0) + 1, op, [] if inputs is None else _input_types(inputs), time.time_ns()
+    tally.sign(signature)
+    tally.lines.append((begun, code, line, signature))
+    tally.last = max(begun, default=0) + 1, op, types, time.time_ns()
     tally.work = tallies.no_work
     gpu.note_begun(code, line)
     return tally
+
+
+def _agreed_option(options: Any) -> str:
+    """Return the reduction, or the root, of a collective's `options`; empty if it has neither."""
+    if hasattr(options, "reduceOp"):
+        return str(options.reduceOp.op.name)
+    return f"root {options.rootRank}" if hasattr(options, "rootRank") else ""
 
 
 def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
@@ -73,13 +95,15 @@ def _wrap_collective(method: Method) -> Method:
     op = NAMES.get(name, name)
     at = None if name == "barrier" else int(name in OUTPUT_FIRST)
     is_in_place = name in IN_PLACE
+    sizes_agree = is_in_place or name == "_allgather_base"
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         written = None
         try:  # an error while noting it must not stop the collective
             code, line = _cell_line()
-            tally = _note_collective(group, op, code, line, None if at is None or at >= len(args) else args[at])
+            inputs = None if at is None or at >= len(args) else args[at]
+            tally = _note_collective(group, op, code, line, inputs, sizes_agree, args[-1] if args else None)
             number = tally.last[0] if tally.last else 0
             if is_in_place:
                 written = aborted_tensors.copy_inputs(group, args, code, line)
@@ -332,7 +356,40 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
         tally = tally_of(group)
         keys = [f"{name} {device}" for device in tally.devices]
         if key in keys:
-            for begun, code, line in reversed(list(tally.lines)):
+            for begun, code, line, _ in reversed(list(tally.lines)):
                 if begun[keys.index(key)] == number:
                     return None if code is None else asdict(stacks.place_of_line(code, line))
     return None
+
+
+def signatures_of(key: str) -> list[str]:
+    """Describe the last collectives that Python code has begun in the group and device `key`, in order."""
+    tally = _tally_at(key)
+    lines = [] if tally is None else list(tally.lines)[-min(tally.by_python, tallies.MAX_LINES) :]
+    return [_signature_text(*signature) for *_, signature in lines]
+
+
+def place_of_signature(key: str, back: int) -> dict[str, Any] | None:
+    """Locate the line of the collective that is number `back` from the end of `signatures_of`, 1 for the last.
+
+    Returns a `StackLocation` as a dict, or None if the line is not known.
+    """
+    tally = _tally_at(key)
+    if tally is None or back > len(tally.lines):
+        return None
+    _, code, line, _ = tally.lines[-back]
+    return None if code is None else asdict(stacks.place_of_line(code, line))
+
+
+def _tally_at(key: str) -> Tally | None:
+    for group, name in _named_groups():
+        tally = tally_of(group)
+        if key in [f"{name} {device}" for device in tally.devices]:
+            return tally
+    return None
+
+
+def _signature_text(op: str, sizes: Sequence[tuple[int, torch.dtype]], option: str) -> str:
+    parts = [", ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes), option]
+    said = ", ".join(filter(None, parts))
+    return f"{op} ({said})" if said else op

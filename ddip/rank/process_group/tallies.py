@@ -15,11 +15,12 @@ import os
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Callable
 from concurrent.futures import thread as executors
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -33,6 +34,11 @@ _RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.ru
 """Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
 _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
+Signature: TypeAlias = tuple[str, tuple[tuple[int, Any], ...], str]
+"""What must be equal on all ranks of a group for their n-th collectives to meet: the operation, the number of elements
+and dtype of each tensor (empty if they may differ), and the kind of reduction or the root."""
+_codes: dict[Signature, int] = {}
+"""Checksums of signatures."""
 _tallies: dict[int, Tally] = {}
 """Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
 works: weakref.WeakKeyDictionary[Any, tuple[Tally, str, int]] = weakref.WeakKeyDictionary()
@@ -53,8 +59,12 @@ class Tally:
         """Batches that threads are assembling, by the thread's identifier."""
         self.is_unsure = False
         """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
-        self.lines: collections.deque[tuple[list[int], CodeType | None, int]] = collections.deque(maxlen=MAX_LINES)
-        """Per collective: the number begun before it, and code and number of its line."""
+        self.lines: collections.deque[tuple[list[int], CodeType | None, int, Signature]] = collections.deque(
+            maxlen=MAX_LINES
+        )
+        """Per collective begun by Python code: the number begun before it, code and number of its line, signature."""
+        self.by_python = self.digest = 0
+        """Number and digest of these collectives."""
         self.last: tuple[int, str, list[Any], int] | None = None
         """The last collective begun by Python code: number, operation, shapes and dtypes, time."""
         self.work: Callable[[], Any] = no_work
@@ -98,6 +108,15 @@ class Tally:
         elif is_collective:
             self._begun_by_main += 1
         self._entries[ident] += 1
+
+    def sign(self, signature: Signature) -> None:
+        """Add the `signature` of a collective to the digest."""
+        code = _codes.get(signature)
+        if code is None:
+            if len(_codes) >= MAX_LINES:
+                _codes.clear()
+            code = _codes[signature] = zlib.crc32(repr(signature).encode())  # equal in all processes, unlike `hash`
+        self.by_python, self.digest = self.by_python + 1, (self.digest * 31 + code) % 2**61
 
     def begun_by_others(self) -> int:
         """Return the number of operations begun by threads other than the current one."""
@@ -146,6 +165,8 @@ class Tally:
             "collectives": begun[device],
             "messages": dict(self.messages),
             "ranks": ranks,
+            "by_python": self.by_python,
+            "digest": self.digest,
             "by_main": sum(begun) == self._begun_by_main,
             "by_threads": self._by_threads,
             "may_begin": may_begin,

@@ -1,0 +1,79 @@
+"""Find collectives of ranks that met although their operation, size, dtype, reduction or root differs.
+
+The n-th collective of one rank in a group meets the n-th of the others. torch does not compare them: with gloo, an
+``all_reduce`` of int32 meets one of float32 and returns wrong numbers, and one of a longer tensor waits indefinitely.
+Each rank therefore keeps a digest of the collectives that Python code has begun (``rank/process_group/tallies.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddip.errors import ranks_text
+from ddip.group.members.members import Members
+from ddip.group.process_group.steps import group_members
+from ddip.protocol import on_rank
+from ddip.protocol.location import StackLocation
+from ddip.protocol.reports import Begun
+
+DIFFERENT = "the ranks have begun different collectives, which do not match:\n{lines}"
+ANSWER_SECONDS = 1.0
+"""Time for the ranks to answer."""
+
+
+def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]]:
+    """Return the groups whose ranks have begun equal numbers of collectives, but different ones, with their ranks.
+
+    `begun` has the operations by rank, and `size` is the number of ranks in the default group. A group that other
+    threads have used is left out, since the order of their collectives may differ.
+    """
+    found = {}
+    for group in sorted({group for report in begun.values() for group in report}):
+        members = next(group_members(report[group], size) for report in begun.values() if group in report)
+        uses = [begun[rank][group] for rank in members if rank in begun and group in begun[rank]]
+        are_comparable = (
+            len(uses) == len(members)
+            and all(group_members(use, size) == members and not use["by_threads"] for use in uses)
+            and len({(use["collectives"], use["by_python"]) for use in uses}) == 1
+        )
+        if are_comparable and len({use["digest"] for use in uses}) > 1:
+            found[group] = members
+    return found
+
+
+def describe_different(ranks: Members, group: str, members: Sequence[int]) -> str:
+    """Ask the `members` of `group`, and describe the first collectives that differ, with a line for each."""
+    answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group), ANSWER_SECONDS)
+    lists = {rank: answer for rank, answer in answers.items() if answer}
+    length = min(map(len, lists.values()), default=0)
+    for back in range(length, 0, -1):
+        if len({signatures[-back] for signatures in lists.values()}) > 1:
+            call = on_rank.place_of_signature(group, back)
+            places = ranks.call_on_control_channel(list(lists), call, ANSWER_SECONDS)
+            return _lines_text({rank: (lists[rank][-back], places[rank]) for rank in lists})
+    return f"  {ranks_text(members)}: not among the last {length} collectives"
+
+
+def find_different_waits(ranks: Members, running: Sequence[int], everyone: Sequence[int]) -> str:
+    """Describe the different collectives in which the `running` ranks of a cell on `everyone` wait; empty if none do.
+
+    All of them must wait: a rank that computes may still take another part.
+    """
+    waits = ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
+    if None in waits.values():
+        return ""
+    answers = ranks.call_on_control_channel(everyone, on_rank.begun_operations(), ANSWER_SECONDS)
+    begun = {rank: answer for rank, answer in answers.items() if answer is not None}
+    for group, members in find_different(begun, len(ranks.members)).items():
+        return describe_different(ranks, group, members)
+    return ""
+
+
+def _lines_text(by_rank: Mapping[int, tuple[str, dict[str, object] | None]]) -> str:
+    """Return a line for each collective: the ranks that began it, what it is, and where it is."""
+    by_line: dict[str, list[int]] = {}
+    for rank, (signature, place) in by_rank.items():
+        location = StackLocation() if place is None else StackLocation(**place)  # type: ignore[arg-type]
+        where = "" if location.cell is None else f", cell [{location.cell}] line {location.line}: {location.source}"
+        by_line.setdefault(f"{signature}{where}", []).append(rank)
+    return "\n".join(f"  {ranks_text(members)}: {line}" for line, members in by_line.items())

@@ -1,0 +1,78 @@
+"""Collectives that meet although they do not match: reported if they have ended, and aborted if they never end."""
+
+from __future__ import annotations
+
+import pytest
+
+import ddip
+
+from .variants import few
+
+SET_UP = """
+import torch, torch.distributed as dist
+ones = torch.ones(4)
+"""
+WRONG = {
+    "dtypes": "dist.all_reduce(ones if rank == 0 else ones.int())",
+    "reductions": "dist.all_reduce(ones, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])",
+    "in an earlier collective": "dist.all_reduce(ones if rank == 0 else ones.int())\nfor _ in 'ab': dist.barrier()",
+}
+ENDLESS = {
+    "operations": "dist.all_reduce(ones) if rank == 0 else dist.broadcast(ones, 0)",
+    "sizes": "dist.all_reduce(torch.ones(3 + rank))",
+    "roots": "dist.broadcast(ones, rank)",
+}
+RIGHT = """
+parts = [torch.zeros(2) for _ in range(world_size)]
+dist.all_gather(parts, torch.ones(2))
+dist.all_gather_into_tensor(torch.zeros(2 * world_size), torch.ones(2))
+dist.scatter(torch.zeros(2), parts if rank == 0 else None)
+dist.gather(torch.ones(2), parts if rank == 0 else None)
+dist.reduce(torch.ones(2), 1)
+dist.reduce_scatter(torch.zeros(2), parts)
+dist.all_to_all_single(torch.zeros(3), torch.ones(3), [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1])
+found = [None] * world_size
+dist.all_gather_object(found, "x" * 1000 * rank)
+dist.gather_object("x" * rank, found if rank == 0 else None)
+dist.broadcast_object_list(found if rank == 0 else [None] * world_size, 0)
+dist.scatter_object_list([None], ["a", "bc"] if rank == 0 else None)
+dist.all_reduce(torch.ones(2, 3) if rank == 0 else torch.ones(3, 2))
+dist.all_reduce(torch.ones(2, dtype=torch.complex64))
+dist.barrier()
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1 + rank, 2)).sum().backward()
+"""
+PROOF = "total = torch.ones(2); dist.all_reduce(total); assert total.tolist() == [2.0, 2.0]"
+
+
+@pytest.fixture
+def ranks(cells: ddip.Group) -> ddip.Group:
+    """Return the shared group, whose cells report no stall."""
+    cells.options.stall_timeout = 1000.0
+    cells.run(SET_UP)
+    return cells
+
+
+@pytest.mark.parametrize("name", few(WRONG, "dtypes"))
+def test_wrong_results_of_different_collectives_are_reported(
+    ranks: ddip.Group, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.run(WRONG[name])
+    shown = capsys.readouterr().err
+    assert "different collectives" in shown and "  rank 1: all_reduce (" in shown and "] line 1: dist.all" in shown
+    ranks.run(PROOF)
+    assert "different" not in capsys.readouterr().err
+
+
+@pytest.mark.native("sockets")
+@pytest.mark.parametrize("name", few(ENDLESS, "sizes"))
+def test_different_collectives_that_wait_for_each_other_are_aborted(ranks: ddip.Group, name: str) -> None:
+    with pytest.raises(ddip.CellError, match=r"different collectives.*\n  rank 0: .*line 1: .*\n  rank 1: "):
+        ranks.run(ENDLESS[name])
+    ranks.run(PROOF)
+
+
+def test_collectives_that_match_are_not_reported(ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.run(RIGHT)
+    ranks.run(PROOF)
+    ranks.run(PROOF, ranks=[0, 1])
+    assert "different" not in capsys.readouterr().err
