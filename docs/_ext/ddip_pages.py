@@ -17,6 +17,7 @@ from IPython.lib.lexers import IPython3Lexer
 from messages_page import Messages
 from pygments.lexer import bygroups, this, using
 from pygments.token import Keyword, Operator, Text
+from results_page import PeersAhead, Results
 from sphinx.application import Sphinx
 
 from ddip.notebook.cell_magics import CellMagics
@@ -177,6 +178,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
     app.add_directive("dip-messages", Messages)
+    app.add_directive("dip-results", Results)
+    app.add_directive("dip-peers-ahead", PeersAhead)
     app.add_lexer("python", CellLexer)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("builder-inited", write_tutorials)

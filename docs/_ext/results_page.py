@@ -1,0 +1,116 @@
+"""Tables of benchmark results in the pages, from ``benchmarks/RESULTS.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import figures
+from figures import Result
+
+YARDSTICKS = {
+    "%makedip -r",
+    "a round trip of the network",
+    "from one",
+    "idle ranks",
+    "import torch",
+    "import torch.distributed by ssh, on both",
+    "no fault",
+    "on one",
+    "one process",
+    "pickle and one copy",
+    "the model, 2 cores",
+    "two processes, apart",
+    "without it",
+}
+"""Comparisons that are not other ways to do the same."""
+
+
+class MarkdownDirective(Directive):
+    """A directive whose content is made as Markdown."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the content as nodes."""
+        found = nodes.Element()
+        self.state.nested_parse(StringList(self.lines()), self.content_offset, found)
+        return found.children
+
+    def lines(self) -> list[str]:
+        """Return the lines of Markdown."""
+        raise NotImplementedError
+
+
+class Results(MarkdownDirective):
+    """Directive ``dip-results``: some rows of a section over the number of ranks, with their comparisons.
+
+    Each line of its content is a row of the section; without content, all are shown.
+    """
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def lines(self) -> list[str]:
+        """Return the table, and a line with the machine and the day."""
+        section = self.arguments[0]
+        found = [result for result in figures.read_results() if result.section == section]
+        names = list(self.content) or list(dict.fromkeys(result.what for result in found))
+        unknown = set(names) - {result.what for result in found}
+        if unknown:
+            raise self.error(f"benchmarks/RESULTS.md, {section}: no row {', '.join(sorted(unknown))}")
+        chosen = [result for name in names for result in found if result.what == name]
+        return [*_table(chosen), "", f"Medians. {figures.read_machine()}; {figures.read_days()[section]}.", ""]
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    """Return a table with a column per number of ranks, and a row for ddip and each comparison."""
+    sizes = sorted({result.ranks for result in results})
+    shared = all(one.peers == other.peers for one in results for other in results if one.ranks == other.ranks)
+    rows: dict[str, dict[int, str]] = {}
+    for result in results:
+        rows.setdefault(f"{result.what}: **ddip**, {result.unit}", {})[result.ranks] = result.median
+        for peer, value in () if shared else result.peers.items():
+            rows.setdefault(f"{result.what}: {peer}, {result.unit}", {})[result.ranks] = value
+    for result in results if shared else ():
+        for peer, value in result.peers.items():
+            rows.setdefault(f"{peer}, {result.unit}", {})[result.ranks] = value
+    return _markdown_table("", map(_ranks_text, sizes), ([name, *map(row.get, sizes)] for name, row in rows.items()))
+
+
+class PeersAhead(MarkdownDirective):
+    """Directive ``dip-peers-ahead``: all results in which another tool has the smaller median."""
+
+    def lines(self) -> list[str]:
+        """Return the table."""
+        ahead = [
+            (result, peer)
+            for result in figures.read_results()
+            for peer, ratio in result.ratios.items()
+            if float(ratio) > 1 and peer not in YARDSTICKS
+        ]
+        sizes = sorted({result.ranks for result, _ in ahead})
+        rows: dict[tuple[str, str], dict[int, str]] = {}
+        for result, peer in ahead:
+            pair = f"{result.median} / {result.peers[peer]}"
+            rows.setdefault((f"{result.section}: {result.what}, {result.unit}", peer), {})[result.ranks] = pair
+        return _markdown_table(
+            "measurement | ahead", map(_ranks_text, sizes), ([*key, *map(row.get, sizes)] for key, row in rows.items())
+        )
+
+
+def _ranks_text(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def _markdown_table(first: str, heads: Iterable[str], rows: Iterable[Iterable[str | None]]) -> list[str]:
+    lines = [f"| {first} | {' | '.join(heads)} |"]
+    lines += [f"|{'---|' * (lines[0].count('|') - 1)}"]
+    return lines + [f"| {' | '.join(cell or '' for cell in row)} |" for row in rows]
