@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from IPython.lib.lexers import IPython3Lexer
+from markdown_directive import MarkdownDirective, markdown_table
 from messages_page import Messages
 from pygments.lexer import bygroups, this, using
 from pygments.token import Keyword, Operator, Text
@@ -25,6 +26,7 @@ from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
+from ddip.protocol.switches import LOST
 
 DOCS = Path(__file__).parents[1]
 NOTEBOOKS, TUTORIALS = DOCS.parent / "notebooks", DOCS / "tutorials"
@@ -113,6 +115,15 @@ class Settings(Directive):
         return [_definition_list(rows)]
 
 
+class Switches(MarkdownDirective):
+    """Directive ``dip-switches``: the environment variables that turn off a mechanism, and the consequences."""
+
+    def lines(self) -> list[str]:
+        """Return the table."""
+        rows = ([f"`DDIP_NATIVE_{name}`", text] for name, text in LOST.items())
+        return markdown_table(["variable", "if `0`"], rows)
+
+
 class CellLexer(IPython3Lexer):  # type: ignore[misc]
     """Python with magics; the body of a ``%%dip`` cell is also such a cell."""
 
@@ -177,6 +188,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Register the extension with Sphinx."""
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
+    app.add_directive("dip-switches", Switches)
     app.add_directive("dip-messages", Messages)
     app.add_directive("dip-results", Results)
     app.add_directive("dip-peers-ahead", PeersAhead)

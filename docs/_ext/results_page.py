@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from docutils import nodes
-from docutils.parsers.rst import Directive
-from docutils.statemachine import StringList
+from markdown_directive import MarkdownDirective, markdown_table
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -31,22 +29,6 @@ YARDSTICKS = {
     "without it",
 }
 """Comparisons that are not other ways to do the same."""
-
-
-class MarkdownDirective(Directive):
-    """A directive whose content is made as Markdown."""
-
-    has_content = True
-
-    def run(self) -> list[nodes.Node]:
-        """Return the content as nodes."""
-        found = nodes.Element()
-        self.state.nested_parse(StringList(self.lines()), self.content_offset, found)
-        return found.children
-
-    def lines(self) -> list[str]:
-        """Return the lines of Markdown."""
-        raise NotImplementedError
 
 
 class Results(MarkdownDirective):
@@ -82,7 +64,7 @@ def _table(results: Sequence[Result]) -> list[str]:
     for result in results if shared else ():
         for peer, value in result.peers.items():
             rows.setdefault(f"{peer}, {result.unit}", {})[result.ranks] = value
-    return _markdown_table("", map(_ranks_text, sizes), ([name, *map(row.get, sizes)] for name, row in rows.items()))
+    return markdown_table(["", *map(_ranks_text, sizes)], ([name, *map(row.get, sizes)] for name, row in rows.items()))
 
 
 class PeersAhead(MarkdownDirective):
@@ -101,16 +83,11 @@ class PeersAhead(MarkdownDirective):
         for result, peer in ahead:
             pair = f"{result.median} / {result.peers[peer]}"
             rows.setdefault((f"{result.section}: {result.what}, {result.unit}", peer), {})[result.ranks] = pair
-        return _markdown_table(
-            "measurement | ahead", map(_ranks_text, sizes), ([*key, *map(row.get, sizes)] for key, row in rows.items())
+        return markdown_table(
+            ["measurement", "ahead", *map(_ranks_text, sizes)],
+            ([*key, *map(row.get, sizes)] for key, row in rows.items()),
         )
 
 
 def _ranks_text(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}"
-
-
-def _markdown_table(first: str, heads: Iterable[str], rows: Iterable[Iterable[str | None]]) -> list[str]:
-    lines = [f"| {first} | {' | '.join(heads)} |"]
-    lines += [f"|{'---|' * (lines[0].count('|') - 1)}"]
-    return lines + [f"| {' | '.join(cell or '' for cell in row)} |" for row in rows]
