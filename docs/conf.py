@@ -32,11 +32,12 @@ smartquotes = False
 # The build fetches no inventory of other sites, so it needs no network.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|typing|types|IPython|torch)\..*"),
+    ("py:.*", r"(collections\.abc|concurrent|pathlib|typing|types|IPython|torch)\..*"),
     ("py:class", r"(ddip\.output\.progress\.)?Report|(ddip\.output\.cells\.display_options\.)?DisplayOptions"),
     (
         "py:class",
-        r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.reach\.Attachment",
+        r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.reach\.Attachment"
+        r"|ddip\.cluster\.cluster_api\.Cluster|InteractiveShell",
     ),
 ]
 

@@ -43,13 +43,15 @@ class ErrorData(TypedDict):
 
 
 class LastError(ErrorData):
-    """The most recent error of a rank."""
+    """The most recent error of a rank, with the keys of `ErrorData`."""
 
     cell: int
     """Number of the cell that raised the error."""
 
 
-class _Text(TypedDict, total=False):
+class PartText(TypedDict, total=False):
+    """Output of a cell on one rank; without keys if it was not requested (``-S``)."""
+
     text: str
     """Output of the rank, without colour codes."""
     truncated: bool
@@ -58,26 +60,28 @@ class _Text(TypedDict, total=False):
     """Number of the rank that has shown the same output; replaces `text`."""
 
 
-class PartData(_Text):
-    """State and output of a cell on one rank.
-
-    `text` and `same_text_as` are missing if the rank's output was not requested (``-S``).
-    """
+class PartData(PartText):
+    """State and output of a cell on one rank, with the keys of `PartText`."""
 
     state: PartState
+    """State of the cell on this rank."""
     seconds: float | None
-    """Duration of the cell on this rank; None: unknown, or still running."""
+    """Duration of the cell on this rank; None if it is unknown or the cell still runs."""
     error: ErrorData | None
+    """Error of the rank; None if it has raised none."""
 
 
 class CellData(TypedDict):
     """A cell and its result on each rank."""
 
     schema: int
+    """Version of this schema, which is raised if a key is removed or changes its meaning."""
     number: int
+    """Number of the cell."""
     outcome: CellOutcome | None
-    """Outcome of the cell; None: it has not ended."""
+    """Outcome of the cell; None until it has ended."""
     seconds: float
+    """Seconds since the cell began, or its duration once it has ended."""
     ranks: dict[str, PartData]
     """Result per rank; the keys are rank numbers as strings, since JSON requires string keys."""
 

@@ -5,6 +5,7 @@ A build copies ``notebooks/``, which are stored executed, to ``docs/tutorials/``
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from argparse import Action
@@ -21,11 +22,14 @@ from pygments.token import Keyword, Operator, Text
 from results_page import PeersAhead, Results
 from sphinx.application import Sphinx
 
+import ddip
+from ddip.notebook import for_programs
 from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
+from ddip.protocol import status_types
 from ddip.protocol.switches import LOST
 
 DOCS = Path(__file__).parents[1]
@@ -124,6 +128,26 @@ class Switches(MarkdownDirective):
         return markdown_table(["variable", "if `0`"], rows)
 
 
+class Tools(MarkdownDirective):
+    """Directive ``dip-tools``: the tools for MCP servers, and their results."""
+
+    def lines(self) -> list[str]:
+        """Return the table. It parses the source of the tools, since their requirements need not be installed."""
+        source = ast.parse((Path(ddip.__file__).parent / "server" / "tools.py").read_text())
+        tools = [node for node in source.body if isinstance(node, ast.AsyncFunctionDef) and node.name[0] != "_"]
+        return markdown_table(["tool", "action", "result"], map(self._row, tools))
+
+    def _row(self, tool: ast.AsyncFunctionDef) -> list[str]:
+        summary, text, *_ = [" ".join(part.split()) for part in (ast.get_docstring(tool) or "").split("\n\n")]
+        function = for_programs.FUNCTIONS.get(tool.name.removeprefix("ddip_"))
+        kind = function.__annotations__["return"] if function else ""
+        if hasattr(status_types, kind):
+            text = f"{{py:class}}`{kind} <ddip.protocol.status_types.{kind}>`"
+        elif tool.returns and ast.unparse(tool.returns) == "str":
+            text = "a text"
+        return [f"`{tool.name}`", summary, text]
+
+
 class CellLexer(IPython3Lexer):  # type: ignore[misc]
     """Python with magics; the body of a ``%%dip`` cell is also such a cell."""
 
@@ -189,6 +213,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("dip-magic", Magic)
     app.add_directive("dip-settings", Settings)
     app.add_directive("dip-switches", Switches)
+    app.add_directive("dip-tools", Tools)
     app.add_directive("dip-messages", Messages)
     app.add_directive("dip-results", Results)
     app.add_directive("dip-peers-ahead", PeersAhead)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import ddip
+from ddip.protocol import status_types
 
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGE = Path(ddip.__file__).parent
@@ -24,6 +29,32 @@ def variables_in_code() -> Iterator[str]:
             text = node.value if isinstance(node, ast.Constant) else None
             if isinstance(text, str) and re.fullmatch(VARIABLE, text) and not text.startswith(OPERATIONS):
                 yield text
+
+
+def directives() -> dict[str, str]:
+    """Return the directives of the page of Python names, by the name that each documents."""
+    parts = re.split(r"\n(?=\.\. auto)", (DOCS / "api.md").read_text())
+    return {part.splitlines()[0].partition(":: ")[2]: part for part in parts if part.startswith(".. auto")}
+
+
+def test_the_page_lists_every_public_name() -> None:
+    assert {f"ddip.{name}" for name in ddip.__all__} - directives().keys() == set()
+
+
+@pytest.mark.parametrize("name", [name for name in ddip.__all__ if inspect.isclass(getattr(ddip, name))])
+def test_the_page_lists_all_members_of_a_class(name: str) -> None:
+    assert re.search(":members:$", directives()[f"ddip.{name}"], re.MULTILINE)
+    public = {
+        key: value
+        for key, value in vars(getattr(ddip, name)).items()
+        if not key.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
+    }
+    assert [key for key, value in public.items() if not value.__doc__] == []  # the build omits these
+
+
+def test_the_page_lists_every_json_type() -> None:
+    kinds = {key for key, value in vars(status_types).items() if typing.is_typeddict(value)}
+    assert {f"ddip.protocol.status_types.{kind}" for kind in kinds} - directives().keys() == set()
 
 
 def test_the_page_lists_every_environment_variable() -> None:
