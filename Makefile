@@ -44,8 +44,10 @@ DOCS := $(READY)-docs
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
 
+# RECORD=newest writes the result to docs/compatibility.md.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(RECORD),--junitxml=build/tests.xml) $(ARGS)
+	$(if $(RECORD),$(BIN)/python tests/platforms/record_run.py $(RECORD) build/tests.xml)
 
 # Keeps one core busy until this shell ends.
 BUSY := import os; shell = os.getppid(); any(os.getppid() != shell for _ in iter(int, 1))
@@ -54,7 +56,8 @@ test-ten: $(READY)
 	for run in 1 2 3 4 5 6 7 8 9 10; do echo "run $$run of 10"; $(BIN)/python -m pytest $(ARGS) || exit 1; done
 
 test-system: $(SYSTEM)
-	$(BIN)/python -m pytest tests/system $(ARGS)
+	$(BIN)/python -m pytest tests/system --junitxml=build/system.xml $(ARGS)
+	test -n "$(ARGS)" || $(BIN)/python tests/platforms/record_run.py front-ends build/system.xml
 	$(BIN)/python -m pytest tests/system/test_stops.py -m alone
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
@@ -135,6 +138,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/results.py
+	$(BIN)/python benchmarks/figures.py
 
 # A separate environment with the tools that the benchmarks compare with, and the same torch.
 $(PEERS):

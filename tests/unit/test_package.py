@@ -51,6 +51,16 @@ def test_a_run_replaces_its_row_in_the_table() -> None:
     assert first.replace("| moon | 3.11 | 1 |\n", "") == page
 
 
+def test_a_run_of_the_system_tests_updates_its_front_ends() -> None:
+    page = record_run.PAGE.read_text()
+    files = set(re.findall(r"`(\w+/test_\w+\.py)`", page.partition("| front end |")[2]))
+    assert [file for file in files if not (ROOT / "tests" / file).exists()] == []
+    after = record_run.with_front_ends(page, {"system/test_classic.py": (3, 1)})
+    (changed,) = set(after.splitlines()) - set(page.splitlines())
+    assert changed.startswith("| Notebook 6.5") and "| 3 passed, 1 failed, 20" in changed
+    assert record_run.with_front_ends(page, {}) == page
+
+
 def test_a_wheel_with_missing_or_additional_files_is_refused() -> None:
     package_files = dist.files_of_the_package()
     assert {"ddip/py.typed", "ddip/__main__.py", "ddip/apps/fastai/__init__.py"} <= set(package_files)
