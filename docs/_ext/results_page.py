@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from markdown_directive import MarkdownDirective, markdown_table
@@ -49,7 +49,7 @@ class Results(MarkdownDirective):
         if unknown:
             raise self.error(f"benchmarks/RESULTS.md, {section}: no row {', '.join(sorted(unknown))}")
         chosen = [result for name in names for result in found if result.what == name]
-        return [*_table(chosen), "", f"Medians. {figures.read_machine()}; {figures.read_days()[section]}.", ""]
+        return [*_table(chosen), *_caption([section])]
 
 
 def _table(results: Sequence[Result]) -> list[str]:
@@ -58,9 +58,9 @@ def _table(results: Sequence[Result]) -> list[str]:
     shared = all(one.peers == other.peers for one in results for other in results if one.ranks == other.ranks)
     rows: dict[str, dict[int, str]] = {}
     for result in results:
-        rows.setdefault(f"{result.what}: **ddip**, {result.unit}", {})[result.ranks] = result.median
+        rows.setdefault(f"**ddip**: {result.what}, {result.unit}", {})[result.ranks] = result.median
         for peer, value in () if shared else result.peers.items():
-            rows.setdefault(f"{result.what}: {peer}, {result.unit}", {})[result.ranks] = value
+            rows.setdefault(f"{peer}: {result.what}, {result.unit}", {})[result.ranks] = value
     for result in results if shared else ():
         for peer, value in result.peers.items():
             rows.setdefault(f"{peer}, {result.unit}", {})[result.ranks] = value
@@ -71,22 +71,30 @@ class PeersAhead(MarkdownDirective):
     """Directive ``dip-peers-ahead``: all results in which another tool has the smaller median."""
 
     def lines(self) -> list[str]:
-        """Return the table."""
+        """Return the table, and a line with the machine and the days."""
+        results = figures.read_results()
         ahead = [
             (result, peer)
-            for result in figures.read_results()
+            for what in dict.fromkeys(result.what for result in results)
+            for result in results
             for peer, ratio in result.ratios.items()
-            if float(ratio) > 1 and peer not in YARDSTICKS
+            if result.what == what and float(ratio) > 1 and peer not in YARDSTICKS
         ]
         sizes = sorted({result.ranks for result, _ in ahead})
         rows: dict[tuple[str, str], dict[int, str]] = {}
         for result, peer in ahead:
             pair = f"{result.median} / {result.peers[peer]}"
-            rows.setdefault((f"{result.section}: {result.what}, {result.unit}", peer), {})[result.ranks] = pair
-        return markdown_table(
-            ["measurement", "ahead", *map(_ranks_text, sizes)],
-            ([*key, *map(row.get, sizes)] for key, row in rows.items()),
-        )
+            rows.setdefault((f"{result.what}, {result.unit}", peer), {})[result.ranks] = pair
+        heads = ["ddip / the other tool", "ahead", *map(_ranks_text, sizes)]
+        table = markdown_table(heads, ([*key, *map(row.get, sizes)] for key, row in rows.items()))
+        return [*table, *_caption(result.section for result, _ in ahead)]
+
+
+def _caption(sections: Iterable[str]) -> list[str]:
+    """Return a line with the machine and the days of the runs."""
+    days = figures.read_days()
+    run = ", ".join(sorted({days[section] for section in sections}))
+    return ["", f"Medians. {figures.read_machine()}; {run}.", ""]
 
 
 def _ranks_text(ranks: int) -> str:
