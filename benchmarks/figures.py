@@ -49,17 +49,11 @@ def read_results(page: str | None = None) -> list[Result]:
     return [result for title, lines in _sections(text) for line in lines if (result := _read_row(title, line))]
 
 
-def read_days(page: str | None = None) -> dict[str, str]:
-    """Return the day of each section's run, as in ``2026-11-24``."""
+def read_runs(page: str | None = None) -> dict[str, tuple[str, str]]:
+    """Return the day and the machine of each section's run, such as ``2026-11-24`` and ``2 cores, ...``."""
     text = RESULTS.read_text() if page is None else page
-    return {title: lines[1].split()[1].rstrip(",") for title, lines in _sections(text)}
-
-
-def read_machine() -> str:
-    """Return the description of the machine that ran the benchmarks."""
-    found = re.search(r"make bench`: (.+);\n", RESULTS.read_text())
-    assert found is not None
-    return found[1]
+    runs = {title: re.fullmatch(r"On (\S+), with torch \S+, on (.+)\.", lines[1]) for title, lines in _sections(text)}
+    return {title: (run[1], run[2]) for title, run in runs.items() if run}
 
 
 def _sections(page: str) -> Iterator[tuple[str, list[str]]]:
@@ -80,7 +74,7 @@ def _read_row(section: str, line: str) -> Result | None:
 
 def known_figures() -> dict[str, str]:
     """Return each figure by the text that a comment names it by."""
-    known = {f"{section} / day": day for section, day in read_days().items()}
+    known = {f"{section} / day": day for section, (day, _) in read_runs().items()}
     for result in read_results():
         key = f"{result.section} / {result.what} / {result.ranks}"
         known[key] = result.median

@@ -8,7 +8,6 @@ The sections of benchmarks that were not run stay as they are.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import statistics
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
-import psutil
 from matplotlib import pyplot
 from rows import HEAD, Row, interval, load_rows
 
@@ -47,14 +45,6 @@ PLOTS = {
     ],
 }
 """Rows that are plotted over the number of ranks; the first row of each plot includes its comparisons."""
-
-
-def describe_machine() -> str:
-    """Describe the machine that ran the benchmarks."""
-    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    name = found[0].partition(": ")[2] if found else platform.machine()
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores ({name}), {memory:.0f} GB, {platform.system()}, no GPU used"
 
 
 def collect_curves(rows: Iterable[Row], first: str) -> dict[str, dict[int, list[float]]]:
@@ -118,11 +108,10 @@ def main() -> None:
     page = [
         "# Results of the benchmarks",
         "",
-        f"The programs of `make bench`: {describe_machine()};",
-        f"Python {platform.python_version()}, {versions}.",
+        f"`make bench` writes this page. Python {platform.python_version()}, {versions}.",
         "",
-        "Medians, and in parentheses where the median lies in 95 of 100 cases (with less than six rounds: least and",
-        "greatest value). What stands in one line was measured in turns; the ratio is the median of the rounds'.",
+        "Medians; in parentheses, their 95 % confidence interval, or the smallest and the largest value of fewer than",
+        "six rounds. The measurements of a line alternated; a ratio is the median of the rounds' ratios.",
     ]
     page_path = folder / "RESULTS.md"
     former = sections_of(page_path.read_text()) if page_path.exists() else {}

@@ -8,11 +8,14 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 KEPT = Path(os.environ.get("RESULTS", Path(__file__).parents[1] / "build" / "benchmarks"))
 HEAD = "| | ranks | ddip | beside it, and the ratio |\n|---|---|---|---|"
@@ -36,6 +39,14 @@ class Row:
             ratios = [ours / other for ours, other in zip(self.ours, theirs, strict=True)]
             beside.append(f"{name} {format_median(theirs)}: **{format_median(ratios)}**")
         return f"| {self.what}, {self.unit} | {self.ranks} | {format_median(self.ours)} | {'; '.join(beside)} |"
+
+
+def describe_machine() -> str:
+    """Describe the machine that ran the benchmarks."""
+    found = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    name = found[0].partition(": ")[2] if found else platform.machine()
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores ({name}), {memory:.0f} GB, {platform.system()}, no GPU used"
 
 
 def time_call(call: Callable[[], object]) -> float:
@@ -74,12 +85,13 @@ def report_rows(benchmark: str, rows: Sequence[Row]) -> None:
     """Print rows, and store them for ``results.py``."""
     print("\n".join([HEAD, *(row.table_row() for row in rows)]))
     KEPT.mkdir(parents=True, exist_ok=True)
-    when = f"On {datetime.date.today()}, with torch {importlib.metadata.version('torch')}."
+    torch = importlib.metadata.version("torch")
+    when = f"On {datetime.date.today()}, with torch {torch}, on {describe_machine()}."
     stored = {"when": when, "rows": [dataclasses.asdict(row) for row in rows]}
     (KEPT / f"{benchmark}.json").write_text(json.dumps(stored))
 
 
 def load_rows() -> dict[str, tuple[str, list[Row]]]:
-    """Return the stored rows by benchmark, each with a line that says when and with which torch it ran."""
+    """Return the stored rows by benchmark, each with a line about its day, torch and machine."""
     stored = {file.stem: json.loads(file.read_text()) for file in sorted(KEPT.glob("*.json"))}
     return {name: (result["when"], [Row(**row) for row in result["rows"]]) for name, result in stored.items()}

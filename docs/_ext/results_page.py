@@ -91,10 +91,10 @@ class PeersAhead(MarkdownDirective):
 
 
 def _caption(sections: Iterable[str]) -> list[str]:
-    """Return a line with the machine and the days of the runs."""
-    days = figures.read_days()
-    run = ", ".join(sorted({days[section] for section in sections}))
-    return ["", f"Medians. {figures.read_machine()}; {run}.", ""]
+    """Return a line with the machines and the days of the runs."""
+    runs = figures.read_runs()
+    lines = {f"{machine}; {day}" for day, machine in (runs[section] for section in sections)}
+    return ["", f"Medians. {'; '.join(sorted(lines))}.", ""]
 
 
 def _ranks_text(ranks: int) -> str:
