@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddip
+from ddip.notebook.loading import CellMagics, DipMagics, ObjectMagics, TrainingMagics, WatchMagics
 from ddip.protocol import status_types
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,6 +56,12 @@ def test_the_page_lists_all_members_of_a_class(name: str) -> None:
 def test_the_page_lists_every_json_type() -> None:
     kinds = {key for key, value in vars(status_types).items() if typing.is_typeddict(value)}
     assert {f"ddip.protocol.status_types.{kind}" for kind in kinds} - directives().keys() == set()
+
+
+def test_the_page_lists_every_magic() -> None:
+    classes = [CellMagics, DipMagics, ObjectMagics, TrainingMagics, WatchMagics]
+    magics = {name for kind in classes for names in kind.magics.values() for name in names}
+    assert set(re.findall(r"\{dip-magic\} (\w+)", (DOCS / "magics.md").read_text())) == magics
 
 
 def test_the_page_lists_every_environment_variable() -> None:
