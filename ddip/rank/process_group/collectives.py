@@ -70,11 +70,12 @@ def _note_collective(
     return tally
 
 
-def _agreed_option(options: Any) -> str:
-    """Return the reduction, or the root, of a collective's `options`; empty if it has neither."""
-    if hasattr(options, "reduceOp"):
-        return str(options.reduceOp.op.name)
-    return f"root {options.rootRank}" if hasattr(options, "rootRank") else ""
+def _agreed_option(options: Any) -> Any:
+    """Return the reduction, or else the rank of the root, of a collective's `options`; None if it has neither."""
+    kind = type(options)
+    if kind in REDUCING:
+        return options.reduceOp.op
+    return options.rootRank if kind in ROOTED else None
 
 
 def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
@@ -268,6 +269,15 @@ OUTPUT_FIRST = {
 """Collectives whose first argument receives the result and whose second one is the input."""
 IN_PLACE = {"allreduce", "allreduce_coalesced", "broadcast", "reduce"}
 """Collectives that write into the tensors that they read."""
+REDUCING = {
+    dist.AllreduceCoalescedOptions,
+    dist.AllreduceOptions,
+    dist.ReduceOptions,
+    dist.ReduceScatterOptions,
+}
+"""Options of collectives with a ``reduceOp``."""
+ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ScatterOptions}
+"""Options of the other collectives with a ``rootRank``."""
 OTHERS = {
     "send": _wrap_send,
     "recv": _wrap_send,
@@ -389,7 +399,8 @@ def _tally_at(key: str) -> Tally | None:
     return None
 
 
-def _signature_text(op: str, sizes: Sequence[tuple[int, torch.dtype]], option: str) -> str:
-    parts = [", ".join(f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes), option]
-    said = ", ".join(filter(None, parts))
-    return f"{op} ({said})" if said else op
+def _signature_text(op: str, sizes: Sequence[tuple[int, torch.dtype]], option: Any) -> str:
+    details = [f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes]
+    if option is not None:
+        details.append(f"root {option}" if isinstance(option, int) else option.name)
+    return f"{op} ({', '.join(details)})" if details else op

@@ -34,9 +34,9 @@ _RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.ru
 """Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
 _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
-Signature: TypeAlias = tuple[str, tuple[tuple[int, Any], ...], str]
+Signature: TypeAlias = tuple[str, tuple[tuple[int, Any], ...], Any]
 """What must be equal on all ranks of a group for their n-th collectives to meet: the operation, the number of elements
-and dtype of each tensor (empty if they may differ), and the kind of reduction or the root."""
+and dtype of each tensor (empty if they may differ), and the reduction or the rank of the root, if any."""
 _codes: dict[Signature, int] = {}
 """Checksums of signatures."""
 _tallies: dict[int, Tally] = {}
