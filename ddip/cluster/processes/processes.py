@@ -115,18 +115,24 @@ def _started_by(leaders: Iterable[Proc]) -> set[psutil.Process]:
     These are their descendants and, since each leader leads a session, the processes of that session, which can be
     found even after the leader ended.
     """
-    sessions = {leader.pid: leader.started for leader in leaders}
+    began = {leader.pid: leader.started for leader in leaders}
     found: set[psutil.Process] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
-            began = sessions.get(os.getsid(process.pid))
-            if began is not None and _start_time(process.pid) >= began and process.pid not in sessions:
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():  # once for all leaders: it reads a file of every process of the machine
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            children.setdefault(process.ppid(), []).append(process)
+            session = os.getsid(process.pid)
+            if session in began and process.pid not in began and _start_time(process.pid) >= began[session]:
                 found.add(process)
-    for leader in leaders:
-        process = leader.find()
-        if process is not None:
+    pending = [leader for leader in leaders if leader.find() is not None]
+    while pending:
+        parent = pending.pop()
+        for process in children.pop(parent.pid, []):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.update(process.children(recursive=True))
+                child = Proc.of(process.pid)
+                if child.started >= parent.started:  # else the PID was reused
+                    found.add(process)
+                    pending.append(child)
     return found
 
 
@@ -163,6 +169,6 @@ def _wait_for_exits(processes: list[psutil.Process]) -> list[psutil.Process]:
     deadline = time.monotonic() + TERM_SECONDS
     live = [process for process in processes if _is_alive(process)]
     while live and time.monotonic() < deadline:
-        time.sleep(0.005)
+        time.sleep(0.005 + 0.0005 * len(live))  # the ends of many processes need the cores themselves
         live = [process for process in live if _is_alive(process)]
     return live
