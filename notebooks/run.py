@@ -14,17 +14,21 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from pygments.token import Comment, Keyword, Number, String
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.rule import Rule
-from rich.syntax import Syntax
+from rich.style import Style
+from rich.syntax import ANSISyntaxTheme, Syntax
 from rich.text import Text
 from rich.theme import Theme
 
 RANKS = re.compile("^── rank.*──$", re.MULTILINE)
 """Heading of the output of some ranks in the text form of tabs."""
-CODE = Theme({"markdown.code": "cyan"})
-console = Console(highlight=False, theme=CODE, width=None if sys.stdout.isatty() else 100)
+COLOURS = {Keyword: "magenta", String: "green", Number: "cyan", Comment: "dim"}
+"""Colours of code that can be read on dark and on light terminals."""
+CODE = ANSISyntaxTheme({token: Style.parse(colour) for token, colour in COLOURS.items()})
+console = Console(highlight=False, theme=Theme({"markdown.code": "cyan"}), width=None if sys.stdout.isatty() else 100)
 
 NEXT = {
     "a rank fails, and the others continue": "{python} notebooks/run.py notebooks/06_failures.ipynb",
@@ -86,7 +90,7 @@ def main(path: Path, folder: Path) -> int:
             return console.print(Markdown(cell.source))
         title = f"[dim]cell {sum(is_code[: cell_index + 1])} of {sum(is_code)}[/]"
         console.print(Rule(title, align="left", style="dim"))
-        text = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(cell.source)
+        text = Syntax("", "python", theme=CODE).highlight(cell.source)
         return console.print(text, soft_wrap=True, end="")
 
     client.on_cell_start = show_cell
