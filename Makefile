@@ -19,7 +19,7 @@
 # make bench          run the benchmarks, and write benchmarks/RESULTS.md
 # make docs           build the documentation in build/docs; a warning is an error
 # make notebooks      run the notebooks, and store them with their output; NAMES="01_quickstart" for some
-# make pictures       take the README's pictures in JupyterLab
+# make pictures       take the README's pictures in JupyterLab, and record its animation
 # make dist           build and check the sdist and the wheel, and test the wheel in isolation from this checkout
 # make wheelhouse     collect the wheels for an offline machine with its own torch; PYTHON_VERSION=3.12
 #                     TORCH=torch==2.11.0
@@ -78,6 +78,7 @@ test-python:
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures
+	$(BIN)/python -m tests.system.animation notebooks/pictures
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -d build/doctrees docs build/docs

@@ -1,0 +1,1 @@
+"""Output below a cell: progress, transcripts, terminal text and widgets."""

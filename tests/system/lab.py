@@ -152,15 +152,17 @@ class Lab:
 
 
 @contextlib.contextmanager
-def open_lab(folder: Path) -> Iterator[Lab]:
-    """Start a server and a browser, and end both."""
+def open_lab(folder: Path, theme: str = "JupyterLab Light", scale: float = 1) -> Iterator[Lab]:
+    """Start a server and a browser, with `scale` pixels per CSS pixel, and end both."""
     port = hold_port()
     settings = {"JUPYTER_CONFIG_DIR": str(folder / "config"), "JUPYTER_DATA_DIR": str(folder / "data")}
     settings |= {"JUPYTER_RUNTIME_DIR": str(folder / "runtime"), "IPYTHONDIR": str(folder / "ipython")}
     settings |= {f"JUPYTERLAB_{kind}_DIR": str(folder / kind) for kind in ("SETTINGS", "WORKSPACES")}
     overrides = folder / "config" / "labconfig"
     overrides.mkdir(parents=True)
-    (overrides / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
+    (overrides / "default_setting_overrides.json").write_text(
+        json.dumps({**SETTINGS, "@jupyterlab/apputils-extension:themes": {"theme": theme}})
+    )
     extensions = {"ServerApp": {"jpserver_extensions": {"jupyter_server_mcp": False}}}  # it would use a fixed port
     (folder / "config" / "jupyter_server_config.json").write_text(json.dumps(extensions))
     work = folder / "notebooks"
@@ -172,7 +174,7 @@ def open_lab(folder: Path) -> Iterator[Lab]:
     with run_server(command, settings, url, folder), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(CHROMIUM))
         try:
-            page = browser.new_page(viewport={"width": 1100, "height": 1400})
+            page = browser.new_page(viewport={"width": 1100, "height": 1400}, device_scale_factor=scale)
             page.set_default_timeout(20_000)
             yield Lab(work, page, url)
         finally:

@@ -72,32 +72,44 @@ class Watch(TrainerCallback):
 
 
 def main(folder: Path) -> None:
-    """Run a notebook and take pictures of its cells."""
+    """Run notebooks, and take pictures of their cells; those of `CELLS` also in the dark theme."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, open_lab(Path(scratch)) as lab:
-        lab.page.set_viewport_size({"width": 900, "height": 1500})
-        lab.open("pictures.ipynb", CELLS)
-        lab.page.keyboard.press("Control+b")  # close the file browser
-        lab.run(0)
-        lab.run(1)
-        lab.output(1).locator("label.ddip-rank").nth(2).click()
-        _take_picture(lab, 1, folder / "tabs.png")
-        lab.begin(2)
-        wait_for(lambda: re.search(r"1[23]\d/200", lab.text(2)), "the bar")
-        _take_picture(lab, 2, folder / "bar.png")
-        (lab.folder / "on").touch()
-        lab.finish(2)
-        lab.run(3)
-        lab.output(3).locator("label.ddip-rank").last.click()
-        _take_picture(lab, 3, folder / "error.png")
-        take_watch_picture(lab, folder / "watch.png")
-        lab.page.set_viewport_size({"width": 900, "height": 1500})
-        lab.start("trainer.ipynb", TRAINER, 0)
-        lab.page.keyboard.press("Control+b")
-        for number in range(1, len(TRAINER)):
-            lab.run(number)
-        _take_picture(lab, 2, folder / "trainer_error.png")
-        _take_picture(lab, 3, folder / "trainer_again.png")
+    for theme, suffix in (("JupyterLab Light", ""), ("JupyterLab Dark", "_dark")):
+        with tempfile.TemporaryDirectory() as scratch, open_lab(Path(scratch), theme) as lab:
+            take_cell_pictures(lab, folder, suffix)
+            if not suffix:
+                take_watch_picture(lab, folder / "watch.png")
+                take_trainer_pictures(lab, folder)
+
+
+def take_cell_pictures(lab: Lab, folder: Path, suffix: str) -> None:
+    """Take pictures of tabs, of a bar, and of an error on some ranks."""
+    lab.page.set_viewport_size({"width": 900, "height": 1500})
+    lab.open("pictures.ipynb", CELLS)
+    lab.page.keyboard.press("Control+b")  # close the file browser
+    lab.run(0)
+    lab.run(1)
+    lab.output(1).locator("label.ddip-rank").nth(2).click()
+    _take_picture(lab, 1, folder / f"tabs{suffix}.png")
+    lab.begin(2)
+    wait_for(lambda: re.search(r"1[23]\d/200", lab.text(2)), "the bar")
+    _take_picture(lab, 2, folder / f"bar{suffix}.png")
+    (lab.folder / "on").touch()
+    lab.finish(2)
+    lab.run(3)
+    lab.output(3).locator("label.ddip-rank").last.click()
+    _take_picture(lab, 3, folder / f"error{suffix}.png")
+
+
+def take_trainer_pictures(lab: Lab, folder: Path) -> None:
+    """Take pictures of a Trainer that fails on one rank, and then trains again."""
+    lab.page.set_viewport_size({"width": 900, "height": 1500})
+    lab.start("trainer.ipynb", TRAINER, 0)
+    lab.page.keyboard.press("Control+b")
+    for number in range(1, len(TRAINER)):
+        lab.run(number)
+    _take_picture(lab, 2, folder / "trainer_error.png")
+    _take_picture(lab, 3, folder / "trainer_again.png")
 
 
 def take_watch_picture(lab: Lab, path: Path) -> None:

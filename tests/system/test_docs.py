@@ -111,4 +111,4 @@ def test_the_files_of_the_repository_are_included(pages: dict[Path, Page], site:
         headings = re.findall(r"^#+ (.+)$", (ROOT / f"{name}.md").read_text(), re.MULTILINE)
         text = re.sub(r"<[^>]+>", "", pages[site / f"{page}.html"].text)
         assert all(heading in text for heading in headings), name
-    assert "The tree" in pages[site / "contributing.html"].text
+    assert "Which tests for which change" in pages[site / "contributing.html"].text

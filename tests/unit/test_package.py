@@ -12,7 +12,7 @@ from packaging.version import Version
 
 import ddip
 
-from .. import dist
+from .. import dist, module_map
 from ..platforms import record_run
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,11 @@ def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
     named = re.findall(r"Python :: 3\.(\d+)", config["metadata"]["classifiers"])
     first, after = re.findall(r"3\.(\d+)", config["options"]["python_requires"])
     assert list(map(int, named)) == list(range(int(first), int(after)))
+
+
+def test_contributing_has_the_table_of_packages() -> None:
+    assert module_map.TABLE.findall(module_map.PAGE.read_text()) == [module_map.package_table()]
+    assert all(module_map.summary(folder / "__init__.py") for folder in module_map.packages())
 
 
 def test_the_lowest_versions_of_all_requirements_are_tested() -> None:
