@@ -30,14 +30,15 @@ class App:
         """Generation of the process group that the app is prepared for, or was notified of."""
 
     def choose(self, name: str | None) -> None:
-        """Set the app; no rank has prepared it yet."""
+        """Set the app to `name`, or to none for None, and mark all ranks as unprepared; calls no rank."""
         self.name = name
         self._unprepared = set(self._everyone)
 
     def prepare(self, *, is_start: bool) -> None:
-        """Prepare the app on all ranks for their current process group.
+        """Prepare the app on all ranks for their current process group; do nothing without an app.
 
-        `is_start`: the group is just being started.
+        `is_start`: the group is just being started, so an error does not add that the group runs without the app.
+        Raises GroupError if ranks fail, and drops the app if all of them fail; raises RequestInterrupted.
         """
         self._generation = self._manager.generation
         self._prepare(self._everyone, "" if is_start else WITHOUT)
@@ -45,8 +46,9 @@ class App:
     def catch_up(self, rebuild: Callable[[], None]) -> None:
         """Prepare the app on ranks that lack it, and notify it of a new process group.
 
-        If the notification fails on only some ranks, `rebuild` rebuilds the process group. Raises GroupError if the app
-        cannot be prepared or `rebuild` fails; a failed notification is only printed.
+        If the notification fails on only some ranks, `rebuild` is called to rebuild the process group. Raises
+        GroupError if the app cannot be prepared or `rebuild` fails, and RequestInterrupted; a failed notification is
+        only printed.
         """
         if self._unprepared:
             self._prepare(sorted(self._unprepared))
@@ -59,21 +61,24 @@ class App:
             self._unprepared.update(ranks)
 
     def release(self) -> None:
-        """Release the app on all ranks, before they leave the process group.
+        """Release the app on all ranks, before they leave the process group, and mark them as unprepared.
 
-        Raises RequestFailed or RequestInterrupted.
+        Does nothing without an app. Raises RequestFailed or RequestInterrupted.
         """
         if self.name is not None:
             self.choose(self.name)
             self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)), together=False)
 
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
-        """Drop the app and raise GroupError if `replaced` ranks cannot prepare it either."""
+        """Drop the app and raise GroupError if a rank could not prepare it, and its new process could not either.
+
+        `replaced`: the ranks whose processes are new. Otherwise do nothing.
+        """
         if self._fitness.unfit.intersection(replaced) and self._unprepared:
             raise self._dropped(f"{self.name} cannot be prepared in a new process either{WITHOUT}")
 
     def ask(self, ranks: Sequence[int], call: RemoteCall[R], *, together: bool = True) -> list[R]:
-        """Call a function of the app on `ranks`.
+        """Call a function of the app on `ranks`, wait for all of them, and return the results in their order.
 
         If the call fails on only some of them, the ranks are out of step, and the process group is marked for a
         rebuild. If the ranks act `together`, a failure interrupts the others, which may wait for the failed rank.

@@ -401,10 +401,10 @@ class Group:
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
     ) -> None:
-        """Run on `ranks` a cell that the notebook has already run, and show only differing output.
+        """Run on `ranks` a cell that the notebook has already run, show only differing output, and wait for its end.
 
-        `here` is the output in the notebook, which is not shown again (see ``output/cells/background_page.py``). Raises
-        the errors of `run`.
+        `here` is the output in the notebook, as (stdout, stderr), which is not shown again (see
+        ``output/cells/background_page.py``). `timeout`, `tell`, and the errors: as in `run`.
         """
         where = self._checked(ranks)
         with contextlib.ExitStack() as until_it_ends:
@@ -642,7 +642,7 @@ class Group:
         return self.ranks.try_call(0, call, seconds)
 
     def has_name(self, name: str) -> bool:
-        """Return whether rank 0 has a variable of this name."""
+        """Return whether rank 0 has a variable `name`; False also if it does not answer within two seconds."""
         return name in self.variable_names(name)
 
     def variable_names(self, beginning: str, rank: int = 0, seconds: float = NAME_SECONDS) -> list[str]:

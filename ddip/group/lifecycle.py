@@ -127,20 +127,20 @@ NewCluster = Callable[[Request], Cluster]
 
 
 def own_cluster(request: Request, spawn: bool) -> Cluster:
-    """Return a new cluster of this process for the requested group. With `spawn`, engines are not forked.
+    """Return a new cluster of this process, on the hosts of `request`. With `spawn`, engines are not forked.
 
-    Raises GroupError if a host or the run folder cannot be used.
+    Starts no engine. Raises GroupError if a host or the run folder cannot be used.
     """
     with limits.explain_errors():
         return OwnCluster(ipp_log, not spawn, [host.name for host in request.hosts], request.reach)
 
 
 def ignore_progress(text: str, share: float | None = None) -> None:
-    """Ignore a progress report."""
+    """Do nothing; the default of all `progress` parameters."""
 
 
 class Progress:
-    """Forwards progress reports to the current listener."""
+    """Callable that forwards progress reports to the current listener; reports to no one outside of `reported_to`."""
 
     def __init__(self) -> None:
         self._report: Report = ignore_progress
@@ -185,8 +185,8 @@ class Parts:
 class Lifecycle:
     """Starts, changes and ends the ranks of a group, and prepares them for each request.
 
-    Raises GroupError if the requested group did not form; no process is left running then. Raises BadInput for an
-    impossible request.
+    The constructor starts the group and waits until it has formed. It raises GroupError if the requested group did not
+    form; no process is left running then. It raises BadInput for an impossible request, and RequestInterrupted.
     """
 
     def __init__(
@@ -360,10 +360,11 @@ class Lifecycle:
     ) -> None:
         """Ensure that all ranks run, `ranks` (default: all) are free, and the process group is usable.
 
-        Call it before each request to main threads of ranks. It rebuilds an unhealthy process group. It does not wait
-        for running cells: it raises GroupError if a rank has ended or is busy. `before`: a queued cell; then cells
-        admitted after it are ignored. If hosts cannot reach each other, so that there is no group, it raises
-        PartitionError, or tells the user once if the request does without (`needs_group`).
+        Call it before each request to main threads of ranks. It rebuilds an unhealthy process group, resets interrupted
+        training iterations, and prepares the app on new ranks. It does not wait for running cells: it raises GroupError
+        if a rank has ended or is busy. `before`: a queued cell; then cells admitted after it are ignored. If hosts
+        cannot reach each other, so that there is no group, it raises PartitionError, or tells the user once if the
+        request does without (`needs_group`).
         """
         self.ensure_free(ranks, before)
         parts = self.parts
@@ -393,7 +394,8 @@ class Lifecycle:
     ) -> None:
         """Call `ensure_ready`, then print which variables an earlier fault left different across ranks.
 
-        Raises the errors of `ensure_ready`, and RequestInterrupted.
+        The comparison waits until no other cell runs: it is left to a later call then. Raises the errors of
+        `ensure_ready`, and RequestInterrupted.
         """
         self.ensure_ready(ranks, before, needs_group=needs_group)
         parts = self.parts
@@ -406,7 +408,12 @@ class Lifecycle:
         return everyone if ranks is None or not self.parts.cells.active_on(everyone, before) else ranks
 
     def ensure_free(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Ensure that every rank runs, and that `ranks` (default: all) are free. Raises GroupError otherwise."""
+        """Ensure that every rank's process runs, and that `ranks` (default: all) are free. Raises GroupError otherwise.
+
+        It does not wait for running cells, but it interrupts leftovers of earlier requests and abandoned cells, and
+        waits while they make progress. `before`: a queued cell; then cells admitted after it are ignored. Raises
+        RequestInterrupted.
+        """
         parts = self.parts
         parts.ranks.cluster.ensure_controller()
         parts.cells.ensure_not_running(range(self.size) if ranks is None else ranks, before=before)

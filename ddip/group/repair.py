@@ -142,7 +142,11 @@ class _Repair:
         self._new_ranks.carried = ""
 
     def replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
-        """Connect to the replacements of lost hosts. Raises BadInput or GroupError."""
+        """Connect to the replacements of lost hosts, and to lost or new Slurm nodes; wait until they are usable.
+
+        `hosts`: all hosts of the group, as typed; empty: the same hosts. Raises BadInput, GroupError or
+        RequestInterrupted.
+        """
         lost = [bool(host.lost) for host in self._cluster.hosts]
         try:
             for number in wanted.replaced_hosts(hosts, self._lifecycle.request, lost):
@@ -178,7 +182,10 @@ class _Repair:
         return True
 
     def replace_ranks(self, names: Sequence[str], source: int | None) -> list[int]:
-        """Replace the lost ranks, copy `names` to them, and return their numbers."""
+        """Replace the lost ranks, copy `names` from rank `source` (None: 0) to them, and return their numbers.
+
+        Raises the errors of ``Group.repair``.
+        """
         if source is not None:
             (source,) = placement.check_ranks([source], self._lifecycle.size, "source")
         transfer.check_own(names, "repair")

@@ -23,7 +23,10 @@ STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}
 
 
 def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[RankInfo]:
-    """Return each rank's process, device, memory and activity."""
+    """Ask all ranks for process, device, memory and activity, and return the answers in rank order.
+
+    Waits at most two seconds, or until `button` is pressed; ranks that have not answered have the state ``no answer``.
+    """
     ended, abandoned, everywhere = ranks.ended, ranks.busy, range(len(ranks.members))
     answers = ranks.call_on_control_channel(everywhere, on_rank.rank_figures(), seconds=ANSWER_SECONDS, button=button)
     infos = []
@@ -77,7 +80,10 @@ def group_status(
     infos: Sequence[RankInfo] = (),
     stuck: Collection[int] = (),
 ) -> Status:
-    """Assemble the status from these parts; `stuck` ranks still run an abandoned cell."""
+    """Assemble the status from these parts; `stuck` ranks still run an abandoned cell.
+
+    Without `about` and `infos`, the status is that of a group that has ended.
+    """
     ranks = [_rank_status(info, _cell_on(info.rank, info.rank in stuck, cells)) for info in infos]
     errors: dict[int, LastError] = {}
     for cell in cells:

@@ -47,14 +47,17 @@ class Button:
             future.add_done_callback(lambda _: self._events.put(None))
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until a press or the end of a watched future, perhaps an earlier one; at most `seconds`."""
+        """Sleep at most `seconds`, until a press or the end of a watched future; it may return early."""
         with contextlib.suppress(queue.Empty):
             self._events.get(timeout=max(0.0, seconds))
 
     def wait_for(
         self, futures: Collection[Future[Any]], seconds: float, look: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all `futures` are done, the button is pressed, or `look` raises; at most `seconds`."""
+        """Wait until all `futures` are done or the button is pressed; at most `seconds`. Does not raise for a press.
+
+        `look` is called every LOOK_SECONDS; an error that it raises ends the wait.
+        """
         self.watch(futures)
         end = time.monotonic() + seconds
         while not self.pressed and time.monotonic() < end and not all(future.done() for future in futures):
@@ -64,7 +67,10 @@ class Button:
 
 @contextlib.contextmanager
 def call_on_press(press: Callable[[], object]) -> Iterator[None]:
-    """Call `press`, which must be fast and not raise, for each press of the button on the main thread."""
+    """Call `press` for each press of the stop button within the context, instead of raising KeyboardInterrupt.
+
+    `press` must be fast and not raise. On threads other than the main thread, nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -12,7 +12,11 @@ from ddip.output.widgets import Comms
 
 
 def show_again(cell: Cell, comms: Comms | None) -> None:
-    """Show the recorded output of `cell` and its error; if it still runs, also its output from now on."""
+    """Show the recorded output of `cell` and its error; if it still runs, also its output from now on.
+
+    Does not wait for the cell. `comms`: the relay for its widgets, None if its group has ended. If the recording has
+    dropped old output, a line says so.
+    """
     left_out = cell.recording.left_out
     if left_out:
         inform(

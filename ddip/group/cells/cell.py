@@ -193,7 +193,10 @@ class Cell:
         return ended
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
-        """Wait as `wait` does, but do not raise the cell's error."""
+        """Wait as `wait` does, but do not raise the cell's error; return False if it still runs after `seconds`.
+
+        Raises RequestInterrupted if the user presses the stop button first; the cell continues then.
+        """
         text = f"waiting was interrupted; {self.text} continues: {ADVICE.format(number=self.number)}"
         with stopping.note_presses(text) as button:
             button.wait_for([self.done], math.inf if seconds is None else seconds)
@@ -225,14 +228,18 @@ class Cell:
 
 
 def text_of(error: BaseException) -> str:
-    """Return `error` as IPython would show it."""
+    """Return the text that IPython would print for `error`, with its traceback."""
     if isinstance(error, (DipUsageError, CellError, CellInterrupted)):
         return "\n".join(error._render_traceback_())
     return "".join(traceback.format_exception(error)).rstrip("\n")
 
 
 def outcome_of(error: BaseException | None, stuck: bool) -> Outcome:
-    """Classify how a cell has ended, by its `error`; `stuck`: ranks still run it."""
+    """Return the outcome of a cell that ended with `error`; "ok" for None.
+
+    `stuck`: ranks still run the cell. Errors other than CellError, CellTimeout and CellInterrupted mean that the
+    controller or the whole group has ended.
+    """
     if error is None:
         return "ok"
     if stuck:

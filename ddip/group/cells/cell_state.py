@@ -253,7 +253,10 @@ class CellState:
     # -- events in the cell
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Process `event` and return the actions to take, in order."""
+        """Update the state for `event` at time `now`, and return the actions for the runner to take, in order.
+
+        If an action is a `Question`, the runner passes the answer to a further `step`.
+        """
         match event:
             case MovingRanks(ranks):
                 self._moving = ranks

@@ -23,10 +23,10 @@ def data_of(
     most: int = TEXT_CHARACTERS,
     only: Collection[int] | None = None,
 ) -> CellData:
-    """Return a cell's output and state on each of its ranks, or on `only` these.
+    """Return a cell's output and state on each of its ranks, or on the ranks in `only`, as plain data for JSON.
 
     `outcome` overrides the cell's own, if it is known before the cell is marked as ended. Each rank's text is cut to
-    its last `most` characters.
+    its last `most` characters, and marked as cut.
     """
     outcome = outcome or cell.outcome
     output_texts = rank_texts(cell.recording.messages(), cell.show_ranks, cell.display.max_output_chars, most)
@@ -44,7 +44,7 @@ def data_of(
 def cell_bundle(cell: Cell, rich: bool, outcome: CellOutcome | None = None) -> Bundle:
     """Return the MIME bundle with the data of `cell` to send beside the HTML of its output.
 
-    It is empty if the user has turned it off or the page is not `rich`.
+    `outcome` as in `data_of`. Empty if the user has turned it off, the page is not `rich`, or the output is malformed.
     """
     if not (cell.display.cell_json and rich):
         return {}

@@ -112,9 +112,10 @@ class Cells:
         return active
 
     def ensure_not_running(self, ranks: Collection[int], why: str = "", before: Cell | None = None) -> None:
-        """Raise GroupError if a cell runs on some of `ranks`.
+        """Raise GroupError if a cell runs on some of `ranks`, or is queued for them; does not wait.
 
-        `why` is the reason why the ranks must be free; empty if that is obvious.
+        `why` is appended to the message, as the reason why the ranks must be free. With `before`, cells submitted after
+        that one are ignored.
         """
         active = self.active_on(ranks, before)
         if active:
@@ -168,15 +169,16 @@ class Cells:
     # -- running cells
 
     def number(self) -> int:
-        """Return the number of the cell that is submitted now: the notebook's, or the next one in a script."""
+        """Return the number for a new cell: the notebook's, or the next one in a script. Call it once per cell."""
         self._count += 1
         return cell_number() or self._count
 
     def admit(self, cell: Cell, limits: Limits, until_it_ends: contextlib.ExitStack) -> RunningCell:
-        """Mark the ranks of `cell` as busy until it ends, and return it for `run` or `start`.
+        """Register `cell` as active and in the history, so that its ranks are busy; return it for `run` or `start`.
 
-        The caller has made sure that the ranks are free. `limits` are the cell's time limits. Until `until_it_ends`
-        closes, the stop button stops the cell; a KeyboardInterrupt could otherwise leave a cell that never ends.
+        The caller has made sure that the ranks are free, or that the cell will wait for them. Sends nothing. `limits`
+        are the cell's time limits. Until `until_it_ends` closes, the stop button stops the cell; a KeyboardInterrupt
+        could otherwise leave a cell that never ends.
         """
         abort, is_alone = partial(self._abort_collectives_of, cell), partial(self._is_alone, cell)
         running = RunningCell(self._ranks, abort, is_alone, self._manager, cell, limits)
@@ -188,10 +190,10 @@ class Cells:
         return running
 
     def run(self, running: RunningCell, unmatched: bool, asked: CellOptions) -> None:
-        """Run an admitted cell to its end. `unmatched`: it may begin collectives on some ranks only.
+        """Send an admitted cell to its ranks, show its output, and return when it has ended.
 
-        `asked` is passed on to the ranks. Raises CellError, CellTimeout or CellInterrupted, and GroupError if the
-        controller ends.
+        `unmatched`: it may begin collectives on some ranks only. `asked`: its options for the ranks. Raises CellError,
+        CellTimeout or CellInterrupted, and GroupError if the controller ends.
         """
         self._run_to_end(running, unmatched, asked)
         error, running.cell.error = running.cell.error, None  # else its traceback would keep the frames of all callers
@@ -206,9 +208,10 @@ class Cells:
     ) -> None:
         """Start an admitted cell, now or after the cells that it must wait for, and follow it on a thread.
 
-        If `ready` is None, the ranks are free, and an error of sending the cell is raised; the caller holds the group's
-        `turn`. Otherwise, the thread waits for the earlier cells and calls `ready`, which prepares the ranks and may
-        raise GroupError. If that fails, or an earlier cell, this cell does not run, and has the error.
+        Returns without waiting. `unmatched`, `asked`: as in `run`. If `ready` is None, the ranks are free, and an error
+        of sending the cell is raised; the caller holds the group's `turn`. Otherwise, the thread waits for the earlier
+        cells and calls `ready`, which prepares the ranks and may raise GroupError. If that fails, or an earlier cell,
+        this cell does not run, and has the error.
         """
         # determined before the thread begins, so that a cell that fails until then also counts
         before = self._cells_before(running.cell)
@@ -380,7 +383,10 @@ class Cells:
             cell.output = None
 
     def end_all(self, why: str) -> None:
-        """End all cells because the group ends; they tell the user `why`."""
+        """End all running and queued cells because the group ends, and wait for that, at most END_SECONDS.
+
+        `why`: the message of the cells' errors.
+        """
         self._ended = why
         active = list(self._active.items())
         for cell, running in active:

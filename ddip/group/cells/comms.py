@@ -85,7 +85,10 @@ class Comms:
         self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
-        """Relay a widget message of `rank` from the output of `cell`; `shown`: the cell shows this rank."""
+        """Relay a widget message of `rank` from the output of `cell`, unless the page cannot show widgets.
+
+        `shown`: the cell shows this rank. Widgets of other ranks are recorded, but not announced to the page.
+        """
         if not cell.page.rich:
             return
         name, kind = message["content"]["comm_id"], message["header"]["msg_type"]
@@ -134,7 +137,10 @@ class Comms:
         return None if widget is None else widget.cell
 
     def add_output(self, name: str, output: dict[str, Any]) -> None:
-        """Add `output`, in the form of a notebook file, to the state of an Output widget."""
+        """Add `output`, in the form of a notebook file, to the state of the Output widget `name`.
+
+        `send_outputs` sends it later.
+        """
         widget = self._widgets.get(name)
         if widget is None:
             return
@@ -147,7 +153,7 @@ class Comms:
         self._change_outputs(name, widget, outputs)
 
     def clear_output(self, name: str, wait: bool) -> None:
-        """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
+        """Remove the output in the state of the Output widget `name`; with `wait`, only when the next output comes."""
         widget = self._widgets.get(name)
         if widget is not None and not wait:
             self._change_outputs(name, widget, [])
@@ -160,7 +166,10 @@ class Comms:
         self._changed[name] = None
 
     def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
-        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago."""
+        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago.
+
+        `at_once`: send them in any case. The more was sent last time, the longer the pause.
+        """
         if not self._changed or (time.monotonic() < self._next_send and not at_once):
             return
         changed, self._changed = self._changed, {}
@@ -179,7 +188,7 @@ class Comms:
         return any(value is not None for state in states for key, value in state.items() if not key.startswith("_"))
 
     def tell(self, name: str, page: CellOutputArea) -> None:
-        """Announce a widget to the page, after its parts, unless the page knows it."""
+        """Announce a widget to the page, after its parts; do nothing if the page knows it, or it does not exist."""
         widget = self._widgets.get(name)
         if widget is None or widget.announced:
             return

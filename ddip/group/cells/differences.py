@@ -114,7 +114,10 @@ class Differences:
         self._cut_reported = self._has_trained = False
 
     def note_fault(self, cell: str, trained: bool = False) -> None:
-        """Record that `cell` failed, was stopped, timed out or lost a rank; the next cell compares the ranks."""
+        """Record that a cell failed, was stopped, timed out or lost a rank; `report_fault` then compares the ranks.
+
+        `cell`: unique name of its run. `trained`: the cell may have begun training iterations.
+        """
         self._failed.append(cell)
         self._has_trained |= trained
 
@@ -124,7 +127,7 @@ class Differences:
         return bool(self._failed)
 
     def report_fault(self) -> None:
-        """Compare the ranks after a fault, and print any differences.
+        """Compare the ranks after a fault, and print any differences; waits for all ranks, which must be free.
 
         Raises RequestInterrupted, and the next call compares again; a failed comparison is only printed.
         """
@@ -180,7 +183,7 @@ class Differences:
         return found
 
     def rank_marks(self) -> list[int]:
-        """Return the hashes of the attributes whose value is the rank's own number on every rank.
+        """Return the hashes of the attributes whose value is the rank's own number on every rank, sorted.
 
         Raises RequestFailed or RequestInterrupted.
         """
@@ -190,7 +193,7 @@ class Differences:
     def refuse_stale(self, marks: list[int], size: int) -> None:
         """Make objects created for a former group of `size` ranks refuse to work, and print their names.
 
-        Raises RequestFailed or RequestInterrupted.
+        `marks`: the result of `rank_marks` in that group. Raises RequestFailed or RequestInterrupted.
         """
         answers = self._ask_all(on_rank.refuse_stale(marks, size))
         paths = list(dict.fromkeys(path for answer in answers for path in answer))
@@ -204,7 +207,7 @@ class Differences:
     def check(self, names: Sequence[str]) -> CheckTable:
         """Compare the ranks now and look for common mistakes, only in the variables `names` if any are given.
 
-        Raises BadInput if no rank has one of the `names`.
+        Raises BadInput if no rank has one of the `names`, RequestFailed, and RequestInterrupted.
         """
         found = self._compare([])
         size = len(self._ranks.members)
@@ -236,8 +239,8 @@ class Differences:
     def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
         """Copy differing values from rank `source` to the others: in `names`, or all that are known to differ.
 
-        Returns the copied paths, and the reason for each path that could not be copied. Raises BadInput for sharded
-        objects in `names`.
+        Returns the copied paths, and the reason for each path that could not be copied. Raises BadInput if none of
+        `names` could be copied, such as sharded objects, RequestFailed, and RequestInterrupted.
         """
         everyone = range(len(self._ranks.members))
         paths: set[int] = set()
@@ -260,16 +263,16 @@ class Differences:
 
 
 def rows_of(packed: bytes) -> Rows:
-    """Unpack the rows of ``inspection.hash_variables``: three 64-bit numbers each, for path, value and version."""
+    """Unpack the rows of ``inspection.hash_variables``: value and version by path, each a hash or number of 64 bits."""
     numbers = array("Q", packed)
     return {numbers[n]: (numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3)}
 
 
 def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind], bool]:
-    """Classify the differing paths by what was known of them after good cells.
+    """Compare the `reports` of all ranks, and classify the paths that differ by what was known after good cells.
 
-    Returns the hashes of the paths that a fault has broken, the kind of each other differing path by its hash, and
-    whether no good state is known to compare with.
+    Returns the hashes of the paths that a fault has broken, the kind of each other differing path by its hash, and True
+    if no good state is known to compare with, so that no path can count as broken.
     """
     now = [rows_of(report["now"]) for report in reports]
     known = [report for report in reports if report["has_history"]]
@@ -369,7 +372,7 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
 
 
 def fault_text(found: Findings, size: int) -> str:
-    """Return the report for the user; empty if nothing was found."""
+    """Return the report for the user in several lines; empty if nothing was found. `size`: number of ranks."""
     lines = []
     if found.differences:
         lines.append("the ranks differ after the fault:")

@@ -43,7 +43,7 @@ class History:
                 self._cells.remove(ended)
 
     def remove(self, cell: Cell) -> None:
-        """Remove a cell that will not run after all."""
+        """Remove a cell that will not run after all; raise ValueError if the history lacks it."""
         self._cells.remove(cell)
 
     def find(self, number: int) -> Cell | None:
@@ -57,6 +57,6 @@ class History:
         return [cell for cell in self if cell.background]
 
     def trim(self) -> None:
-        """Drop the oldest output beyond the limit."""
+        """Drop the oldest recorded output beyond `keep_output_bytes`; all cells stay."""
         with lock:  # recordings of running cells still grow
             recording.trim_recordings([cell.recording for cell in self], self.keep_output_bytes)

@@ -82,7 +82,7 @@ class Notices:
         self._shown: list[tuple[Notice, str]] = []
 
     def report_running(self, ranks: Sequence[int], error: object, places: Places) -> None:
-        """Report that `ranks` keep running, at these `places`, after the `error` of others."""
+        """Print that `ranks` still run, at these `places`, although others have raised `error`."""
         headline = f"{error}; {ranks_text(ranks)} still {verb_of(ranks, 'run')}, outside of collectives"
         hint = f"{self._stop} ends the cell and keeps all variables"
         self._show(
@@ -90,7 +90,7 @@ class Notices:
         )
 
     def report_stall(self, seconds: float, places: Places, causes: Sequence[str]) -> None:
-        """Report that no rank has made progress for `seconds`, with the known `causes`; some may be empty."""
+        """Print that no rank has made progress for `seconds`, where each is, and the `causes` that are not empty."""
         lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, causes)]
         hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
@@ -106,7 +106,10 @@ class Notices:
 
 
 def tell_unchecked(ending: str, reports: Mapping[int, CellReport | None]) -> None:
-    """Print the ranks whose state could not be checked after a cell; `ending` is ``good`` or the like."""
+    """Print the ranks whose state could not be checked after a cell; nothing if all could.
+
+    `ending`: ``good``, ``failed``, ``stopped`` or ``timed out``. `reports` by rank; None if the rank sent none.
+    """
     failed: dict[str, list[int]] = {}
     threads = []
     for rank, report in sorted(reports.items()):
@@ -220,7 +223,10 @@ Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed 
 
 
 class RunningCell:
-    """One running cell: passes events to its `CellState`, and carries out the actions that it returns."""
+    """One running cell: passes events to its `CellState`, and carries out the actions that it returns.
+
+    Call `send`, then `follow` until the cell has ended, then `finish`; `error` then returns its error.
+    """
 
     def __init__(
         self,
@@ -231,10 +237,10 @@ class RunningCell:
         cell: Cell,
         limits: Limits,
     ) -> None:
-        """Prepare to run `cell`.
+        """Prepare to run `cell` within `limits`; send nothing.
 
         `release` aborts the collectives that wait for it. `is_alone` returns True if no other cell can begin their
-        missing parts.
+        missing parts. `manager` knows the operations that ranks had begun before the cell.
         """
         self.cell = cell
         self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
@@ -276,10 +282,7 @@ class RunningCell:
     # -- beginning and end
 
     def send(self, asked: CellOptions) -> None:
-        """Send the cell to its ranks, with the options `asked`.
-
-        Messages, replies and ends of output then arrive in `events`.
-        """
+        """Send the cell to its ranks, with the options `asked`, without waiting; `follow` then shows its output."""
         ranks = list(self.cell.ranks)
         self._state.ranks = ranks
         for rank in self._show.show_ranks.difference(ranks):
@@ -296,11 +299,11 @@ class RunningCell:
         return lambda _: self.events.put(event)
 
     def press_stop(self) -> None:
-        """Stop the cell as the stop button does; callable from any thread or a signal handler."""
+        """Interrupt the cell as the stop button does, without waiting; callable from any thread or a signal handler."""
         self.events.put(StopPressed())
 
     def end_with_group(self, why: str) -> None:
-        """End the cell because its group ends; callable from any thread."""
+        """End the cell because its group ends, with the message `why`, without waiting; callable from any thread."""
         self.events.put(GroupEnded(why))
 
     @property
@@ -443,7 +446,10 @@ class RunningCell:
     # -- while the cell runs
 
     def wait_for(self, others: Sequence[Cell]) -> bool:
-        """Wait until `others` have ended, before this cell begins; return False if stopped or the group ends."""
+        """Wait until `others` have ended, before this cell begins; return False if stopped or the group ends.
+
+        Returns True also if one of `others` failed.
+        """
         for other in others:
             other.done.add_done_callback(self._sender_of(OtherCellEnded()))
         while not all(other.done.done() for other in others):

@@ -50,10 +50,12 @@ class VainWaits:
         now: float,
         is_stopped: bool = False,
     ) -> bool:
-        """Return True if all `running` ranks waited in vain in this look and the one before.
+        """Ask the `running` ranks where they wait, if it is time; return True if all waited in vain, now and before.
 
-        `reports` are those of the ranks on which the cell has ended; the processes of the ranks `ended` have ended too.
-        If the cell `is_stopped`, it suffices that all wait, and one of them for a part that another has not begun.
+        `reports`: those of the ranks on which the cell has ended, by rank; None without one. `ended`: ranks whose
+        processes have ended. `now`: ``time.monotonic``. If the cell `is_stopped`, it suffices that all wait, and one of
+        them for a part that another has not begun. Call it repeatedly: it waits at most ANSWER_SECONDS per question, and
+        returns False between two looks. After True, `missing` names the ranks that were waited for.
         """
         if len(reports) != self._finished:
             self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
@@ -119,10 +121,11 @@ def find_missing(
 
 
 def uses_groups_of(ended: Collection[int], begun: Begun, former: Begun | None, size: int) -> bool:
-    """Return True if each group that a rank has used in this cell has lost a member.
+    """Return True if a rank has used groups in this cell, and each of them has lost a member.
 
-    `ended` are the ranks whose processes have ended. `begun` and `former` have the rank's operations now and before the
-    cell; `former` is None if they are unknown. Only collectives count as use.
+    `ended` are the ranks whose processes have ended; `size`: number of ranks in the default group. `begun` and `former`
+    have the rank's operations now and before the cell; `former` is None if they are unknown. Only collectives count as
+    use.
     """
     used = [
         set(group_members(use, size))

@@ -45,7 +45,8 @@ class Engines:
     def complete(self, spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
         """Return all members of the group of `spec` in rank order, after starting the engines that it lacks.
 
-        `deadline` is on ``time.monotonic``. Raises GroupError; the caller must then end engines that it has started.
+        `app`: name of its app, whose packages the engines may import in advance. `deadline` is on ``time.monotonic``.
+        Raises GroupError; the caller must then end engines that it has started.
         """
         members = self._ranks.members
         kept = placement.match_engines([member.binding for member in members], spec)
@@ -64,7 +65,7 @@ class Engines:
         return members
 
     def check_torch(self, spec: GroupSpec) -> None:
-        """Raise BadInput if the ranks' torch cannot do what `spec` needs."""
+        """Raise BadInput if the ranks' torch cannot do what `spec` needs; do nothing if no rank answers in time."""
         answers = self._ranks.call_on_control_channel(self._ranks.live, on_rank.make_hello(), seconds=HELLO_SECONDS)
         hello = next((answer for answer in answers.values() if answer is not None), None)
         if hello is not None:

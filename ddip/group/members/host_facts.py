@@ -10,7 +10,7 @@ from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
 
 def threads_per_rank(cores: int, ranks: int) -> int:
-    """Return the number of CPU threads for each of `ranks` on a host with `cores` cores."""
+    """Return the number of CPU threads for each of `ranks` on a host with `cores` cores; at least 1."""
     return max(1, cores // ranks)
 
 

@@ -89,7 +89,10 @@ class Members:
         return why if self.repair_text in why else f"{why}; {self.repair_text}"
 
     def watch_memory(self, ranks: Sequence[int]) -> None:
-        """Request the memory use of `ranks` from their hosts and record it, as it is gone once a rank ends."""
+        """Request the memory use of `ranks` from their hosts and record it, as it is gone once a rank ends.
+
+        Does not wait for the answers, and sends no request to hosts that have yet to answer the last one.
+        """
         for host, on_this_host in self._by_host(ranks).items():
             if host not in self._asked or self._asked[host].done():
                 members = [self.members[rank] for rank in on_this_host]
@@ -104,9 +107,9 @@ class Members:
             self._memory_of_engine.update({member.engine: size for member, size in sizes if size is not None})
 
     def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
-        """Return the CPU seconds that each rank's processes have used, and whether one of them is runnable.
+        """Return by rank the CPU seconds that its processes have used, and whether one of them is runnable.
 
-        Ranks that have ended are left out.
+        Asks the hosts, at most ANSWER_SECONDS. Ranks that have ended, or whose host does not answer, are left out.
         """
         return {rank: use for rank, use in self._ask_hosts(on_host.cpu_usage, ranks).items() if use is not None}
 
@@ -139,7 +142,7 @@ class Members:
         return self.cluster.host_of(self.members[rank].engine)
 
     def end_of(self, rank: int) -> RankError:
-        """Describe the end of `rank`: its PID, how and why it ended, and the last lines of its log."""
+        """Describe the end of `rank` as an error: its PID, how and why it ended, and the last lines of its log."""
         member, host = self.members[rank], self.host(rank)
         if member.engine not in self.cluster.exits:
             text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
@@ -157,7 +160,7 @@ class Members:
         return RankError(RANK_ENDED, text, traceback, at=time.time(), pid=member.pid)
 
     def ensure_all(self) -> None:
-        """Raise GroupError unless the process of every rank is running."""
+        """Raise GroupError, with how each rank ended, unless the process of every rank is running."""
         ended = self.ended
         if ended:
             texts = error_clauses({rank: self.end_of(rank) for rank in ended}, named=False)
@@ -186,9 +189,9 @@ class Members:
         seconds: float = ANSWER_SECONDS,
         button: stopping.Button | None = None,
     ) -> dict[int, R | None]:
-        """Make `call` on the control threads of `ranks`, which answer even while a cell runs.
+        """Make `call` on the control threads of `ranks`, which answer even while a cell runs; wait for the answers.
 
-        For the result, see `call_each_on_control_channel`.
+        For parameters and result, see `call_each_on_control_channel`.
         """
         return self.call_each_on_control_channel(dict.fromkeys(ranks, call), seconds, button)
 
@@ -200,8 +203,8 @@ class Members:
     ) -> dict[int, R | None]:
         """Make one call per rank, all of the same function, on the control threads.
 
-        Returns the answers by rank. The answer is None for a rank that has ended, and for one that has not answered
-        after `seconds` or when `button` is pressed: C code on its main thread may be holding the GIL.
+        Returns the answers by rank. The answer is None for a rank that has ended or raised an error, and for one that
+        has not answered after `seconds` or when `button` is pressed: C code on its main thread may be holding the GIL.
         """
         futures = {}
         for rank in self.live:
@@ -216,7 +219,10 @@ class Members:
         return {rank: answers[rank].get("ok") if rank in answers else None for rank in calls}
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
-        """Return both ends of each TCP connection of `ranks`; for silent ranks, their hosts look them up."""
+        """Return the TCP connections of each of `ranks`, as pairs of ends: own address and port, then the other's.
+
+        For silent ranks, their hosts look them up; the list is empty if that fails, too.
+        """
         answers = self.call_on_control_channel(ranks, on_rank.tcp_connections())
         missing = [rank for rank, answer in answers.items() if answer is None]
         outside = self._ask_hosts(on_host.list_connections, missing, ASK_SECONDS) if missing else {}
@@ -224,19 +230,23 @@ class Members:
         return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
-        """Return the stack location of the main thread of each of `ranks`."""
+        """Return the stack location of the main thread of each of `ranks`, by rank; waits at most `seconds` for them.
+
+        For ranks that do not answer, see `places_from_outside`.
+        """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
         outside = self.places_from_outside([rank for rank, answer in answers.items() if answer is None])
         return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
 
     def way_out(self, stuck: Sequence[int]) -> str:
-        """Return what a user can do about ranks that do not stop, or about what keeps their answers back."""
+        """Return advice for the user about `stuck` ranks, which do not stop, or about stopped processes in between."""
         return self.cluster.stopped() or tables.way_out(stuck)
 
     def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that cannot be stopped, as they wait in C++ code that holds the GIL.
 
-        A few of the ranks that do not answer at once are briefly inspected from outside; these are sufficient.
+        At most MOST_INSPECTED of the ranks that do not answer at once are inspected from outside; the result may lack
+        others.
         """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=AT_ONCE_SECONDS)
         silent = [rank for rank, answer in answers.items() if answer is None][:MOST_INSPECTED]
@@ -275,11 +285,11 @@ class Members:
                 host.ask(on_host.carry_on, [member.pid for member in live if member.binding.host == number])
 
     def interrupt(self, cells: Mapping[int, str]) -> None:
-        """Interrupt the cell with the given message id on each rank, even if it has yet to arrive there."""
+        """Interrupt on each rank the request with the given message id, even if it has yet to arrive; does not wait."""
         self._interrupt(cells)
 
     def interrupt_what_runs(self, ranks: Sequence[int]) -> None:
-        """Interrupt the cells that `ranks` are running now, but not the next ones."""
+        """Interrupt the cells that `ranks` are running now, but not the next ones; wait briefly until they know."""
         concurrent.futures.wait(self._interrupt(dict.fromkeys(ranks)), timeout=ANSWER_SECONDS)
 
     def _interrupt(self, cells: Mapping[int, str | None]) -> list[concurrent.futures.Future[Any]]:

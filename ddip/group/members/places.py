@@ -57,13 +57,14 @@ class Allocation:
         return f"{notice}, so the ranks are on the CPU; install torch for GPUs there, or name a --setup if it needs one"
 
     def has(self, number: int) -> bool:
-        """Return whether host `number` is still a node of its job; raise GroupError if Slurm does not answer."""
+        """Return whether host `number` is still a node of its Slurm job; raise GroupError if Slurm does not answer."""
         return self.request.hosts[number].name in slurm.node_names(self.request.reach.jobs[number])
 
     def others(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
-        """Submit a job for one new node per host in `lost_hosts`; return the job and its nodes.
+        """Submit a Slurm job for one new node per host in `lost_hosts`, wait until it runs; return its ID and nodes.
 
-        `move` then moves the group there. Raises GroupError or RequestInterrupted.
+        `move` then moves the group there. Raises GroupError, also if the group's job is not ddip's, or
+        RequestInterrupted.
         """
         reach, names = self.request.reach, [host.name for host in self.request.hosts]
         if not reach.slurm:
@@ -98,9 +99,10 @@ class Allocation:
 
 
 def allocate_hosts(request: Request, progress: Report) -> Allocation:
-    """Return the place of a group for `request`, after finding its hosts if `request` does not name them.
+    """Return the allocation of a group for `request`, after finding its hosts if `request` does not name them.
 
-    Raises BadInput, GroupError or RequestInterrupted; jobs and clusters that it had begun to use are given back then.
+    It may submit a Slurm job or start an ipyparallel cluster, and waits for it. Raises BadInput, GroupError or
+    RequestInterrupted; jobs and clusters that it had begun to use are given back then.
     """
     reach = request.reach
     if reach.cluster or reach.engines:
@@ -172,9 +174,10 @@ def _hosts_in_file() -> list[str]:
 
 
 def restart_request(request: Request, hosts: Sequence[Host]) -> Request:
-    """Return `request` for a restart of a group that was on `hosts`.
+    """Return `request` for a restart of a group that was on `hosts`; pure.
 
-    It keeps the Slurm job that ddip submitted, unless a host is lost or there are several jobs.
+    It keeps the Slurm job that ddip submitted, unless a host is lost or there are several jobs; then the next start
+    submits another one.
     """
     lost = any(host.lost for host in hosts)
     if request.reach.slurm and (lost or len(set(request.reach.jobs)) > 1):

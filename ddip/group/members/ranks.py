@@ -66,11 +66,14 @@ class Ranks(Members):
         stoppable: bool = True,
         size: int = 0,
     ) -> list[R]:
-        """Make `call` on the main thread of each of `ranks`; return the results in order. See `ask_each`."""
+        """Make `call` on the main thread of each of `ranks`; wait, and return the results in order. See `ask_each`."""
         return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable, size=size)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
-        """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook."""
+        """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook.
+
+        Raises RequestFailed also if a rank takes longer.
+        """
         try:
             return self.ask_each(calls, time.monotonic() + ASK_SECONDS, release=release)
         except RequestFailed as error:
@@ -90,15 +93,16 @@ class Ranks(Members):
         together: bool = True,
         size: int = 0,
     ) -> list[R]:
-        """Make one call per rank on the main threads, all of one function; return the results in order.
+        """Make one call per rank on the main threads, all of one function; wait, and return the results in order.
 
         The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait for ends the requests
         early: ranks are interrupted, and `release` aborts the collectives of those that wait in one. Ranks that do not
         stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to finish by themselves. If
-        they do not act `together`, a rank that fails ends nothing for the others. Calls and answers carry `size` bytes,
-        if that is many.
+        they do not act `together`, a rank that fails ends nothing for the others. `size`: bytes that calls and answers
+        carry, if that is many, for messages about slow links.
 
-        Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
+        Raises RequestFailed if a rank failed, has ended or was late, RequestInterrupted, or GroupError if the
+        controller ends.
         """
         doing = next((call.label for call in calls.values()), "")
         with stopping.note_presses() as button:
@@ -144,7 +148,7 @@ class Ranks(Members):
             raise RequestFailed(f"{doing} failed: {CellError(ended, self.repair_text)}", ended)
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
-        """Make `call` on each of `ranks` that is running, once it is free, without waiting for the result."""
+        """Make `call` on each of `ranks` that is running, once it is free; return at once, and ignore the outcome."""
         for rank in self.live:
             if rank in ranks:
                 self._send(rank, call)
@@ -233,9 +237,10 @@ class Ranks(Members):
     def wait_for_links(self, requests: Requests, button: stopping.Button, size: int = 0) -> list[str]:
         """Wait for data that delays the interrupt of `requests`, or the answers, on links to other hosts.
 
-        A link is behind as long as the host's agent, which shares it, does not answer at once. The wait ends with a
-        press of the stop button, after LINK_SECONDS, and once the agents have sent nothing for a while. Returns the
-        names of the hosts whose links are still behind.
+        A link is behind as long as the host's agent, which shares it, does not answer at once. The user is told once.
+        The wait ends with a press of `button`, after LINK_SECONDS, and once the agents have sent nothing for a while.
+        `size`: bytes that the requests carry, for the message. Returns the names of the hosts whose links are still
+        behind; none if the requests are done or no link was the reason.
         """
         end, notified = time.monotonic() + LINK_SECONDS, False
         while unfinished := _unfinished_ranks(requests):
@@ -292,7 +297,10 @@ class Ranks(Members):
         return problems
 
     def try_call(self, rank: int, call: RemoteCall[R], seconds: float) -> R | None:
-        """Make `call` on the main thread of `rank`; return None if it fails or takes more than `seconds`."""
+        """Make `call` on the main thread of `rank`; return None if it fails or takes more than `seconds`.
+
+        A late call continues to run, until the next `try_call` or `end_late` interrupts it.
+        """
         self.end_late()
         request = self._send(rank, call)
         concurrent.futures.wait([request], seconds)
@@ -302,7 +310,7 @@ class Ranks(Members):
         return (request.result().value or {}).get("ok")  # type: ignore[no-any-return]
 
     def end_late(self) -> None:
-        """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now."""
+        """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now; does not wait."""
         if self._late:
             self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished_ranks(self._late)})
             self._late.clear()

@@ -25,7 +25,7 @@ class TimeLeft:
         self._guard = Guard("how long a job still has could not be found out")
 
     def follow(self, jobs: Iterable[int]) -> None:
-        """Watch these jobs instead of the former ones; watch none if `jobs` is empty."""
+        """Watch these jobs instead of the former ones, and print a warning before the first ends; empty: watch none."""
         if self._timer is not None:
             self._timer.cancel()
         former, self._jobs = self._jobs, tuple(jobs)

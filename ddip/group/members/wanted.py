@@ -34,7 +34,10 @@ def resolve_spec(request: Request, hosts: Sequence[Host], running: int) -> Group
 
 
 def ensure_same_hosts(request: Request, old: Request) -> None:
-    """Raise BadInput if `request` needs other hosts than `old`, as engines cannot move between hosts."""
+    """Raise BadInput if `request` needs other hosts than `old`, as engines cannot move between hosts.
+
+    Also raises BadInput if the ipyparallel cluster of `request` has too few engines.
+    """
     names, old_names = [host.name for host in request.hosts], [host.name for host in old.hosts]
     if request.reach.attached is not None:
         request.reach.attached.ensure_enough()
@@ -44,9 +47,10 @@ def ensure_same_hosts(request: Request, old: Request) -> None:
 
 
 def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bool]) -> list[int]:
-    """Return the numbers of the hosts of `old` that `hosts` replaces with others; only `lost` ones may be.
+    """Return the numbers of the hosts of `old` in whose place `hosts` names others; none if `hosts` is empty.
 
-    Raises BadInput.
+    `lost`: whether each host of `old` is lost. Raises BadInput if `hosts` replaces one that is not, changes a number of
+    ranks, has another length, or if Slurm chose the hosts.
     """
     if not hosts:
         return []

@@ -72,7 +72,7 @@ class StopProgress:
     """Progress of interrupted ranks towards their end.
 
     A rank with a twentieth of a core needs twenty times as long, so CPU time counts rather than elapsed time. After the
-    end of a cell's own code, a rank may also sleep for `asleep` seconds.
+    end of a cell's own code, a rank may also sleep, until `asleep` seconds after this object was made.
     """
 
     def __init__(self, ranks: Members, running: Sequence[int], asleep: float = 0.0) -> None:
@@ -85,9 +85,9 @@ class StopProgress:
         self._moved: set[int] = set()
 
     def find_moving(self, running: Sequence[int]) -> list[int]:
-        """Return those of `running` that make progress, that is, have not stood still twice in a row.
+        """Ask the `running` ranks, and return those that make progress: they moved since this or the previous call.
 
-        Call it repeatedly: each call compares with the one before.
+        Call it repeatedly: each call compares with the one before. Returns none after ENDING_SECONDS.
         """
         now = time.monotonic()
         if now > self._until:

@@ -44,10 +44,10 @@ _numbers = itertools.count(1)
 
 
 def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
-    """Put pickled objects into the namespaces of the ranks `to`, either all of them or none.
+    """Put pickled objects into the namespaces of the ranks `to`, either all of them or none; wait for that.
 
-    The names `along` do not replace existing variables. Raises TransferError if a rank cannot unpickle one,
-    RequestFailed, and RequestInterrupted; no variable has changed then.
+    `packed`: pickles by name. The names `along` do not replace existing variables. Raises TransferError if a rank
+    cannot unpickle one, RequestFailed, and RequestInterrupted; no variable has changed then.
     """
     number = next(_numbers)
     with stopping.note_presses() as button:
@@ -216,7 +216,7 @@ class _Delivery:
 
 
 def ensure_put(put: Mapping[int, PushResult]) -> None:
-    """Raise TransferError if a rank could not unpickle a pushed object."""
+    """Raise TransferError if a rank could not unpickle a pushed object; `put`: the results by rank."""
     errors = {
         name: f"{error} ({_failed_ranks_text(put, name)})"
         for result in put.values()
@@ -231,5 +231,5 @@ def _failed_ranks_text(put: Mapping[int, PushResult], name: str) -> str:
 
 
 def reasons_text(errors: Mapping[str, str], what: str) -> str:
-    """Return the error of each name, in one line."""
+    """Join the names and their `errors` to one line: ``NAME WHAT: ERROR; ...``."""
     return "; ".join(f"{name} {what}: {error}" for name, error in errors.items())

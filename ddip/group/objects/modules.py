@@ -108,7 +108,7 @@ class ModulesPushed:
 
 
 def find_sources(names: str | Sequence[str]) -> list[Source]:
-    """Return the sources of the user's own modules `names`; raise BadInput if one cannot be sent."""
+    """Read the sources of the user's own modules `names`; raise BadInput if none is named or one cannot be sent."""
     given = names.split(",") if isinstance(names, str) else names
     wanted = [*dict.fromkeys(name.strip() for name in given if name.strip())]
     if not wanted:
@@ -212,9 +212,9 @@ def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
 
 
 def suggest_push(text: str, ranks: Ranks) -> str:
-    """Return the command to type if the ranks' error `text` is about missing modules of the user.
+    """Return advice with the command to type if the ranks' error `text` is about missing modules of the user.
 
-    It is empty otherwise.
+    It is empty otherwise, and if all ranks are on the notebook's host.
     """
     if not _ranks_elsewhere(ranks):
         return ""
@@ -238,9 +238,10 @@ class Modules:
         """Digest of each module, by the run folder of its host."""
 
     def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
-        """Bring `sources` to all other hosts that lack them or have other versions.
+        """Bring `sources` to all other hosts that lack them or have other versions; wait until ranks can import them.
 
-        Raises RequestFailed or RequestInterrupted; some hosts may have received modules then.
+        `reload`: ranks reload modules that they have imported. Raises RequestFailed or RequestInterrupted; some hosts
+        may have received modules then.
         """
         changed = self._send_sources(ranks, sources, progress)
         by_host = _ranks_elsewhere(ranks)

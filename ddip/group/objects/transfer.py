@@ -35,7 +35,7 @@ PART_OF = re.compile(r"[^\W\d]\w*[.\[].*[\w\])]")
 
 
 def check_names(names: list[str], magic: str) -> None:
-    """Raise BadInput if one of `names` is not the name of a variable."""
+    """Raise BadInput if one of `names` is not an identifier; `magic`: the command typed, for the message."""
     for name in names:
         if not name.isidentifier():
             raise BadInput(f"{magic} {name}: {name!r} is not a name; {_name_instead(name, magic)}")
@@ -52,7 +52,10 @@ def _name_instead(typed: str, magic: str) -> str:
 
 
 def check_own(names: Iterable[str], magic: str) -> None:
-    """Raise BadInput if one of `names` is each rank's own variable, such as its number or device."""
+    """Raise BadInput if one of `names` is each rank's own variable, such as its number or device.
+
+    `magic`: the command typed, for the message.
+    """
     own = [name for name in names if name in STANDING_VARIABLES]
     if own:
         reason = f"{own[0]} is each rank's own variable, which ddip sets"
@@ -76,8 +79,9 @@ class Transferred:
 def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> Transferred:
     """Put `values` into the namespaces of the ranks `to`, with the names that they need to run functions.
 
-    Such names are read by functions of `values` and missing on these ranks. Raises TransferError with the names that
-    cannot be pickled in the notebook or unpickled on a rank; nothing has changed then.
+    Such names are read by functions of `values` and missing on these ranks. Prints a line for each object that was not
+    pushed. Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank,
+    RequestFailed, and RequestInterrupted; nothing has changed then.
     """
 
     def lacking_names(names: list[str]) -> list[str]:
@@ -101,7 +105,10 @@ def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], prog
 
 
 def notify_shares(shares: Iterable[str], what: str) -> None:
-    """Report each object that was not transferred although a part of it was copied, in one line."""
+    """Print each of `shares`, the descriptions of objects that were not copied although a part of them was.
+
+    `what`: the participle for the message, such as ``pushed``.
+    """
     for shared_part in dict.fromkeys(shares):
         notify(f"{shared_part}, which was not {what}")
 
@@ -123,10 +130,11 @@ class Fetched:
 def fetch_variables(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = ""
 ) -> list[Fetched]:
-    """Fetch the pickled variables `names` of each of the ranks `of`.
+    """Fetch the pickled variables `names` of each of the ranks `of`, in their order, without unpickling them.
 
-    Names that their functions read come along, unless the receiver knows them: `known`. Raises RequestFailed or
-    RequestInterrupted; missing names and failed pickles raise nothing here, but in `pickled_values`.
+    Names that their functions read come along, unless they are in `known`, the receiver's names separated by spaces.
+    Raises RequestFailed or RequestInterrupted; missing names and failed pickles raise nothing here, but in
+    `pickled_values`.
     """
     with stopping.note_presses():
         try:
@@ -174,7 +182,10 @@ def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progres
 
 
 def read_shared(path: str, size: int) -> bytearray | mmap.mmap | None:
-    """Read the memory at `path` that a rank beside the notebook shares; None: it cannot be read."""
+    """Read `size` bytes that a rank beside the notebook shares at `path`; None if they cannot be read.
+
+    Small memory is copied; large memory is mapped.
+    """
     try:
         found = shared.map_file(path) if path else None
     except (OSError, ValueError):
@@ -209,7 +220,7 @@ def known_names() -> str:
 
 
 def report_transfer(names: Sequence[str], all_fetched: Sequence[Fetched]) -> Transferred:
-    """Return what was transferred, and report objects that were not."""
+    """Return what was transferred, and print a line for each object that was not pulled."""
     notify_shares((share for fetched in all_fetched for share in fetched.reply["shares"]), "pulled")
     moved = [name for name in names if any(name in fetched.reply["moved"] for fetched in all_fetched)]
     along = dict.fromkeys(name for fetched in all_fetched for name in fetched.reply["along"])
@@ -237,9 +248,10 @@ def pickled_values(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
 
 
 def unpickle_values(fetched: Fetched) -> dict[str, Any]:
-    """Unpickle the fetched objects and return them; names that came along become notebook variables.
+    """Unpickle the fetched objects and return those that were requested, by name.
 
-    Raises TransferError if one is missing, or cannot be pickled or unpickled.
+    Names that came along become notebook variables instead. Raises TransferError if one is missing, or cannot be
+    pickled or unpickled; the notebook's variables are unchanged then.
     """
     pickled, values = pickled_values(fetched, "pulled"), dict[str, Any]()
     loader, variables = Loader(pickled), pickling.main_variables()

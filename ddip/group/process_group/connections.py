@@ -19,7 +19,10 @@ def has_unknown_connection(made: Sequence[tuple[Sequence[tuple[Any, ...]], Seque
 
 
 def between_ranks(tables: Mapping[int, list[tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
-    """Return the connections of each rank that lead to another rank."""
+    """Return the connections of each rank that lead to another rank.
+
+    `tables`: the connections of each rank, as pairs of ends: own address and port, then the other's.
+    """
     rank_of = {end: rank for rank, table in tables.items() for end in table}
     return {
         rank: [end for end in table if rank_of.get((*end[2:], *end[:2]), rank) != rank]

@@ -35,9 +35,9 @@ class Fitness:
         """The ranks that were found unable to join any group."""
 
     def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """Return the idle ranks that cannot form even a group of one, each with its error.
+        """Let each idle rank form a group of one, and return those that cannot, each with its error; empty if all can.
 
-        Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
+        Each trial may take TRY_SECONDS. Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
         """
         free = [rank for rank in self._ranks.live if rank not in self._ranks.busy]
         unfit: dict[int, RankError] = {}
@@ -54,8 +54,10 @@ class Fitness:
     def with_a_helper(self, spec: GroupSpec, collect: bool, app: str | None, deadline: float) -> list[int]:
         """Return the ranks to blame for a group that cannot be formed, found with a new process on each host.
 
-        So a rank is blamed only if a new process at its place does better. `deadline` is on ``time.monotonic``. Raises
-        PartitionError if the network is to blame.
+        So a rank is blamed only if a new process at its place does better; none if the group can be formed after all.
+        The new processes are ended. `deadline` for their start is on ``time.monotonic``; `app` as in
+        ``Engines.complete``. Raises PartitionError if the network is to blame, other GroupErrors, and
+        RequestInterrupted.
         """
         members = self._ranks.members
         ranks = list(range(len(members)))
@@ -79,10 +81,10 @@ class Fitness:
                 self._ranks.cluster.stop_engines_but([member.engine for member in members])
 
     def no_cell_runs(self, seconds: float) -> list[int]:
-        """Return the ranks on which even an empty cell fails or takes longer than `seconds`.
+        """Run an empty cell on all ranks, and return those on which it fails or takes longer than `seconds`.
 
-        ``__builtins__`` may be empty, or a hook of IPython may fail or hang. Raises RequestInterrupted, or GroupError
-        if the controller ends.
+        ``__builtins__`` may be empty, or a hook of IPython may fail or hang. Late cells are interrupted. Raises
+        RequestInterrupted, or GroupError if the controller ends.
         """
         cluster = self._ranks.cluster
         recipients = [Recipient(member.engine, lambda _: None) for member in self._ranks.members]

@@ -35,8 +35,9 @@ class Iterations:
     def note_end(self, reports: Mapping[int, CellReport | None], failed: bool) -> bool:
         """Record the end of a cell, and return whether the ranks must be reset before the next one.
 
-        They must be reset if the cell failed and trained, or may have trained, or if it left an iteration unfinished. A
-        report is None if the cell has not ended on that rank, or the rank has died or could not report.
+        They must be reset if the cell `failed` and trained, or may have trained, or if it left an iteration unfinished;
+        `settle` then does that. A report is None if the cell has not ended on that rank, or the rank has died or could
+        not report.
         """
         iterations = [
             report["iteration"] for report in reports.values() if report is not None and "iteration" in report
@@ -51,10 +52,10 @@ class Iterations:
         return True
 
     def settle(self, ranks: Collection[int], is_same_group: bool) -> None:
-        """Reset interrupted iterations on `ranks`, which are free, and report cleared gradients to the user.
+        """Reset interrupted iterations on `ranks`, which are free, and print which gradients were cleared.
 
-        Raises RequestFailed or RequestInterrupted; a reset that was stopped or took too long is repeated before the
-        next cell.
+        `is_same_group`: the process group has not been rebuilt since. Does nothing if no reset is due. Raises
+        RequestFailed or RequestInterrupted; a reset that was stopped or took too long is repeated before the next cell.
         """
         due = sorted(self._pending.intersection(ranks))
         if not due:

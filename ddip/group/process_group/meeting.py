@@ -85,7 +85,7 @@ class RendezvousFactory:
     def find_partition(
         self, hosts: Sequence[int], seconds: float = BRIEF_SECONDS, answer_seconds: float = 2 * BRIEF_SECONDS
     ) -> Partition | None:
-        """Let `hosts` try for `seconds` to reach each other, and return which could not.
+        """Let the hosts numbered `hosts` try for `seconds` to reach each other, and return which could not; else None.
 
         Raises GroupError if a host does not answer the notebook within `answer_seconds`.
         """
@@ -157,14 +157,14 @@ class RendezvousFactory:
         return former_port, self.held
 
     def close(self) -> None:
-        """Release the port that is held."""
+        """Release the MASTER_PORT that is held, if there is one."""
         if self._holder is not None:
             self._holder.begin(on_host.release_port, self.held)
 
     def specs(
         self, meeting: Rendezvous, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
     ) -> dict[int, RankSpec]:
-        """Return the `RankSpec` of each rank that meets, by rank; `groups` and `seconds` are fields of it."""
+        """Return the `RankSpec` of each rank that meets, by rank; `collect`, `groups`, `seconds` are fields of it."""
         specs = {}
         # read once per host: for this host, each access computes them again
         hosts = {number: self._host_at(number).facts for number in meeting.hosts}

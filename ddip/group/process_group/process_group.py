@@ -76,12 +76,15 @@ class ProcessGroupManager:
         """Number of the current group, counting those formed by ddip or by a cell."""
 
     def networks(self) -> dict[int, Network]:
-        """Return address and interface of each host by its number, if the group is on several hosts."""
+        """Return address and interface of each host by its number; empty if the group is on one host or not formed."""
         found = {} if self._meeting is None else dict(zip(self._meeting.hosts, self._meeting.networks, strict=True))
         return found if len(found) > 1 else {}
 
     def ensure_connected(self, spec: GroupSpec) -> None:
-        """Raise PartitionError if hosts of the group of `spec` cannot reach each other."""
+        """Let the hosts of the group of `spec` connect to each other; raise PartitionError if they cannot.
+
+        Takes up to eight seconds. Lost hosts are ignored. Raises GroupError if a host does not answer the notebook.
+        """
         self._meetings.ensure_connected(tuple(dict.fromkeys(map(spec.host, range(spec.size)))))
 
     def describe_partition(self) -> str:
@@ -92,9 +95,11 @@ class ProcessGroupManager:
         return ""
 
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        """Let all ranks join a new group, until `deadline` on ``time.monotonic``; raise GroupError.
+        """Let all ranks join a new group, until `deadline` on ``time.monotonic``; `healthy` is then True.
 
-        It is tried twice, since gloo accepts connections from any process while it forms the group.
+        It is tried twice, since gloo accepts connections from any process while it forms the group. `collect`: ranks
+        collect garbage after each cell. Raises GroupError, PartitionError if hosts cannot reach each other, and
+        RequestInterrupted.
         """
         try:
             self._form_group(spec, collect, deadline)
@@ -168,7 +173,8 @@ class ProcessGroupManager:
     def attempt(self, groups: Sequence[Sequence[int]], spec: GroupSpec, collect: bool, seconds: float) -> None:
         """Let ranks form each of `groups` as a trial, use it, and leave it; at most `seconds` for each step.
 
-        Raises RequestFailed, which names all failed ranks if each group has one rank.
+        The ranks leave their present group first, and have none afterwards. Raises RequestFailed, which names all
+        failed ranks if each group has one rank, and RequestInterrupted.
         """
         self.healthy = False
         ranks = [rank for group in groups for rank in group]
@@ -215,9 +221,10 @@ class ProcessGroupManager:
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
     def leave(self, deadline: float) -> LostObjects:
-        """Let all ranks leave their group, whatever its state; return the number of objects that end with it.
+        """Let all running ranks leave their group, whatever its state; return the number of objects that end with it.
 
-        Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends; `healthy` is False then.
+        Aborts pending collectives first if the group is not `healthy`, and marks it as unhealthy. Raises RequestFailed,
+        RequestInterrupted, or GroupError if the controller ends.
         """
         if not self.healthy:
             self.release()
@@ -240,7 +247,10 @@ class ProcessGroupManager:
             self.release()
 
     def release(self, ranks: Collection[int] | None = None) -> None:
-        """Abort every waiting collective on all ranks, or on `ranks` only if others run another cell."""
+        """Abort every waiting collective on all ranks, or on `ranks` only if others run another cell.
+
+        The group is unhealthy from then on.
+        """
         self.healthy, self._is_released = False, self._is_released or ranks is None
         self._abort_collectives([] if self._meeting is None else [self._meeting], ranks)
 
@@ -268,8 +278,9 @@ class ProcessGroupManager:
     def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
         """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
 
-        `healthy` is False if the process group must be rebuilt before its next use. If the ranks have begun different
-        numbers of collectives, the user is told, unless the cell has `failed` or its user allows it (`unmatched`).
+        `healthy` becomes False if the process group must be rebuilt before its next use, and True if a cell has formed
+        a fitting group. If the ranks have begun different numbers of collectives, the user is told, unless the cell has
+        `failed` or its user allows it (`unmatched`).
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)

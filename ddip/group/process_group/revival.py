@@ -26,9 +26,10 @@ KEPT = "with rank 0's parameters and buffers on every rank"
 
 
 def go_on(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> None:
-    """Revive the DDP wrappers of the former group, and report which other objects must be recreated.
+    """Revive the DDP wrappers of the former group, and print which other objects must be recreated.
 
-    Raises RequestFailed or RequestInterrupted; the group must then be rebuilt.
+    `going`: the objects that ended with the former group. Raises RequestFailed or RequestInterrupted; the group must
+    then be rebuilt.
     """
     revived = 0
     if going["wrappers"]:
@@ -78,7 +79,10 @@ class NewRanks:
         return bool(self._without_settings)
 
     def carry_settings(self) -> None:
-        """Give the new ranks the process settings that cells have changed on the others."""
+        """Give the new ranks the process settings that cells have changed on the others; `carried` describes them.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
         self.carried = carry_settings(self._ranks, self._ranks_of(self._without_settings))
         self._without_settings.clear()
 
@@ -89,7 +93,8 @@ class NewRanks:
 def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
     """Copy changed process settings to the ranks `new`, as far as the other ranks agree on them.
 
-    Returns the copied settings in words, and prints those that could not be copied.
+    Returns the copied settings in words, empty if there are none, and prints those that could not be copied. Raises
+    RequestFailed or RequestInterrupted.
     """
     kept = [rank for rank in range(len(ranks.members)) if rank not in new]
     if not kept or not new:

@@ -32,7 +32,7 @@ class StepMismatch:
 
     @property
     def ahead(self) -> list[int]:
-        """The ranks that have begun more collectives than others."""
+        """The ranks that have begun more collectives than the rank with the fewest."""
         return [rank for rank, n in self.begun.items() if n > self.least]
 
     @property
@@ -55,7 +55,7 @@ class StepMismatch:
 
 
 def group_members(use: GroupUse, size: int) -> list[int]:
-    """Return the ranks of a group; `size`: number of ranks in the default group."""
+    """Return the ranks of the group of `use`; `size`: number of ranks in the default group."""
     return list(range(size)) if use["ranks"] is None else use["ranks"]
 
 
@@ -81,9 +81,10 @@ class Steps:
         return self._known.get(rank)
 
     def are_messages_uneven(self, reports: Mapping[int, Begun], size: int) -> bool:
-        """Return whether a message was sent but not received, or the reverse, since the ranks' last reports.
+        """Return whether a message was sent but not received, or the reverse, between the last `update` and `reports`.
 
-        After a failed cell, the next send or receive would meet it. Groups that other threads still use are left out.
+        After a failed cell, the next send or receive would meet it. `size`: number of ranks in the default group.
+        Groups that other threads still use are left out.
         """
         groups: dict[str, list[int]] = {}
         for report in reports.values():

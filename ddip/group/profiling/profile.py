@@ -27,7 +27,7 @@ PINGS = 8
 
 
 def folder_for(typed: str) -> Path:
-    """Return the folder for the traces, created if missing, without the files of an earlier profile.
+    """Create the folder for the traces if it is missing, delete the files of an earlier profile in it, and return it.
 
     `typed` empty: a new folder in the current directory. Raises BadInput if nothing can be written there.
     """
@@ -70,6 +70,10 @@ class Profiling:
         self.finish(ranks, stuck())
 
     def prepare(self, ranks: Sequence[int]) -> None:
+        """Let `ranks` profile their next cell, and wait until they are ready; a failed rank is ignored.
+
+        Raises RequestInterrupted or GroupError; an empty folder is removed then.
+        """
         try:
             self._ranks.ask(ranks, on_rank.prepare_profile())
         except RequestFailed:  # the cell will also fail, or the profile will say why it lacks a rank
@@ -81,7 +85,10 @@ class Profiling:
     def finish(
         self, ranks: Sequence[int], stuck: Sequence[int], show: Callable[[dict[str, str]], object] | None = None
     ) -> None:
-        """Collect and write the profile, and show it with `show` or below the notebook's cell."""
+        """Collect the profile of `ranks`, write it, set `result`, and show it with `show` or below the notebook's cell.
+
+        Ranks that are `stuck` in the cell are left out. `show` gets a MIME bundle.
+        """
         reports, missing = self._collect_reports(ranks, stuck)
         offsets = self._clock_offsets(list(reports))
         merged = self._merge_traces(reports, offsets)
@@ -182,7 +189,7 @@ class Profiling:
 
 
 def clock_offset(pings: Sequence[tuple[int, int, int]]) -> int:
-    """Return how far another clock is ahead, estimated from the fastest of `pings`.
+    """Return how far another clock is ahead, estimated from the fastest of `pings`; 0 if there are none.
 
     Each ping has our clock before, the other clock, and our clock after, in the same unit.
 

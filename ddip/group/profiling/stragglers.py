@@ -44,9 +44,10 @@ class StragglerReport:
 
 
 def compute_waits(reports: Mapping[int, ProfileReport], offsets: Mapping[int, int], world_size: int) -> StragglerReport:
-    """Compute the waiting times of ranks from their `reports`.
+    """Compute from the `reports` how long ranks waited for others in collectives, in seconds; all by rank.
 
-    `offsets`: how far each rank's clock is ahead of the notebook's, in nanoseconds.
+    `offsets`: how far each rank's clock is ahead of the notebook's, in nanoseconds. `world_size`: number of ranks in
+    the group, some of which may have no report.
     """
     arrivals = _find_arrivals(reports, offsets)
     waits: dict[int, float] = {}
@@ -121,7 +122,7 @@ class _Exposed:
         return self._before[i - 1] + (min(moment, b) - a) * share
 
     def between(self, begin: int, end: int) -> float:
-        """Return the seconds of communication only between two times."""
+        """Return the seconds of pure communication between two times, which are in nanoseconds."""
         return (self._exposed_until(end) - self._exposed_until(begin)) / 1e9
 
 

@@ -24,10 +24,10 @@ OF_KINETO = ("Spans", "Traces", "")
 
 
 def merge_files(traces: Mapping[int, Path], offsets: Mapping[int, int], begin: int, to: Path) -> None:
-    """Merge the trace files of ranks into the file `to`.
+    """Merge the gzipped trace files of ranks into the file `to`, which appears once it is complete.
 
-    `offsets`: how far each rank's clock is ahead of the notebook's; `begin`: when the cell began on the notebook's
-    clock; both in nanoseconds.
+    `traces`: paths by rank. `offsets`: how far each rank's clock is ahead of the notebook's; `begin`: when the cell
+    began on the notebook's clock; both in nanoseconds.
     """
     part = to.with_name(f"{to.name}.part")
     try:
@@ -55,7 +55,7 @@ def _name_events(rank: int) -> list[Event]:
 
 
 def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
-    """Yield the events of a rank's trace for the merged file, whose time 0 is `begin` on the rank's clock."""
+    """Yield the events of a rank's `trace` for the merged file, whose time 0 is `begin` on the rank's clock (ns)."""
     head, events = _split_trace(trace)
     shift = (begin - int(head.get(BASE, 0))) / 1000
     pid: Any = None

@@ -43,9 +43,9 @@ _numbers = itertools.count(1)
 def fetch_snapshots(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], seconds: float, progress: Report
 ) -> tuple[list[dict[str, Any]], Transferred]:
-    """Return the objects `names` of each of the ranks `of`, and what was transferred.
+    """Return the current objects `names` of each of the ranks `of`, in order, and what was transferred.
 
-    See ``Group.peek_all``.
+    Waits at most `seconds` for an answer; errors and remarks: see ``Group.peek_all``.
     """
     with stopping.note_presses():
         request = _Peek(ranks, names, seconds, progress)
@@ -82,7 +82,7 @@ class _Peek:
         return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
 
     def drop(self) -> dict[int, dict[str, Any] | None]:
-        """Let the ranks drop their pickled objects; return the locations of those that are still pickling."""
+        """Let the ranks drop their pickled objects; return by rank where those are that still pickle, else None."""
         pending, self._pending = self._pending, set()
         live = [rank for rank in self._ranks.live if rank in pending]
         call = on_rank.drop_peek(self._number)

@@ -50,7 +50,7 @@ IDLE_CORES = 0.1
 
 
 def sample_period(size: int) -> float:
-    """Return the seconds between samples of `size` ranks."""
+    """Return the seconds between two samples of a group of `size` ranks: longer for larger groups."""
     return min(LONGEST_PERIOD, max(PERIOD, PERIOD_OF_A_RANK * size))
 
 
@@ -104,7 +104,7 @@ class Sampler:
         """Time of the last answer of each engine, on ``time.monotonic``."""
 
     def look(self) -> list[RankVitals]:
-        """Return the vitals of all ranks in order; none while the group is starting.
+        """Ask all ranks, and return their vitals in rank order; none while the group is starting.
 
         Takes up to ANSWER_SECONDS, and as long again per late rank. Rates need an earlier call. Raises GroupError if
         the group has ended.
@@ -210,7 +210,10 @@ def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: Rank
 
 
 def sample_ranks(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
-    """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates."""
+    """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates.
+
+    With `seconds` 0, there is one sample. Raises RequestInterrupted, and GroupError if the group has ended.
+    """
     sampler = Sampler(lifecycle)
     with stopping.note_presses("polling the ranks was interrupted") as button:
         found = sampler.look()
