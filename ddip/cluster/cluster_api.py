@@ -100,12 +100,16 @@ class Cluster(Protocol):
         """The hosts that engines can run on, in the order in which ranks are placed."""
 
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Wait until each host has reported its facts; `deadline` on ``time.monotonic``. Raises GroupError."""
+        """Wait until each host has reported its facts; `deadline` on ``time.monotonic``.
+
+        `progress` gets a line for the user. Raises GroupError with a reason for each host that cannot be used.
+        """
 
     def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Replace the lost host `number` by the host `name`, or reconnect to it if it has that name.
+        """Connect to the host `name` in place of the lost host `number`, or again if it has that name; wait for it.
 
-        `reach`: how hosts are reached from now on. Raises GroupError, and changes nothing then.
+        `reach`: how hosts are reached from now on; `deadline` on ``time.monotonic``. Raises GroupError, and changes
+        nothing then.
         """
 
     @property
@@ -144,7 +148,7 @@ class Cluster(Protocol):
         """Continue the processes between notebook and engines that a signal has stopped."""
 
     def log_tail(self, engine: int) -> list[str]:
-        """Return the last lines that `engine` logged since its last cell was sent, or since its start.
+        """Return the last lines that `engine` logged since its last cell was sent, or since its start; empty if none.
 
         After a crash, return the lines that show where it happened.
         """
@@ -156,7 +160,7 @@ class Cluster(Protocol):
         deadline: float,
         on_up: Callable[[int], None],
     ) -> dict[int, Hello]:
-        """Start `engines`, and return the number and the Hello of each, in order.
+        """Start `engines`, wait until they can be used, and return the Hello of each by its number, in order.
 
         `also`: modules to import first; `deadline` on ``time.monotonic``; `on_up` gets the number of engines that can
         be reached so far. Raises GroupError; `stop_engines_but` then ends the engines that were started.
@@ -169,26 +173,30 @@ class Cluster(Protocol):
         """End everything and leave no process, file or thread behind."""
 
     def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
-        """Run `code` as a cell on each engine, which may have ended.
+        """Send `code` as a cell to each engine, and return one request per engine of `to`, in order, without waiting.
 
-        `asked`: facts about the cell that the engines need.
+        `asked`: facts about the cell that the engines need; `history`: IPython's history gets the code. The request to
+        an engine that has ended is done, with ``ended``.
         """
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
-        """Make `call` on the main thread of `engine`, which may have ended."""
+        """Send `call` to the main thread of `engine`, and return the request without waiting.
+
+        If the engine has ended, the request is done, with ``ended``.
+        """
 
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Make `call` on `engine` without waiting for the cell that it runs.
+        """Send `call` to `engine`, which does not wait for its cell; return a future without waiting.
 
         The future has the result of ``ddip.protocol.remote.call_target``. Raises KeyError for an engine that has ended.
         """
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
-        """Interrupt only the request `msg_id` to `engine`, or its current one for None.
+        """Interrupt only the request `msg_id` to `engine`, or its current one for None, without waiting.
 
-        Raises KeyError for an engine that has ended.
+        The future is done when the engine has answered. Raises KeyError for an engine that has ended.
         """
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:

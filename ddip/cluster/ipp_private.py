@@ -62,7 +62,7 @@ class RankClient(Client):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_message_futures(self, *args: Any, **kwargs: Any) -> list[MessageFuture]:
-        """Create the futures of requests, and clear ipyparallel's list of all earlier request IDs."""
+        """Create the futures of requests as ipyparallel does, and clear its list of all earlier request IDs."""
         self.history.clear()
         return super().create_message_futures(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -194,10 +194,11 @@ def execute_cell(
     silent: bool = False,
     history: bool = True,
 ) -> list[Request]:
-    """Run `code` as a cell on each engine of `to`, with ddip's own message type, packed once per limit.
+    """Send `code` as a cell to each engine of `to`, with ddip's own message type, and return the requests in order.
 
-    The listeners stay in ``client.listeners`` for late output. A `silent` cell has no listener. IPython's history gets
-    the code unless the cell is silent or `history` is False.
+    Does not wait. `asked`: options of the cell for the ranks. The listeners stay in ``client.listeners`` for late
+    output. A `silent` cell has no listener. IPython's history gets the code unless the cell is silent or `history` is
+    False. Raises OSError if the client is closed.
     """
     if client._closed:
         raise OSError("the client is closed")
@@ -236,10 +237,10 @@ def cell_reply(content: CellReply) -> Reply:
 def call_on_engine(
     client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str
 ) -> MessageFuture:
-    """Call ``function(*args)`` on the main thread of `engine`.
+    """Call ``function(*args)`` on the main thread of `engine`, and return ipyparallel's future without waiting.
 
-    `doing` describes the call in status displays. ``View.apply_async`` would create an ``AsyncResult``, whose reference
-    cycle keeps the result alive.
+    `doing` describes the call in status displays. If the engine has ended, the future has a RemoteError as its result.
+    ``View.apply_async`` would create an ``AsyncResult``, whose reference cycle keeps the result alive.
     """
     try:
         identity = _engine_identity(client, engine)
@@ -258,9 +259,9 @@ def _end_output(future: MessageFuture) -> None:
 
 
 def send_comm(client: RankClient, engine: int, message: Message, on_message: Listener) -> str:
-    """Send a widget's message to `engine`, and return the ID of the message.
+    """Send a widget's message to `engine`, and return the ID of the message without waiting.
 
-    `on_message` receives the output of the widget's callbacks.
+    `on_message` receives the output of the widget's callbacks. Raises KeyError for an engine that has ended.
     """
     header = client.session.msg_header(message["header"]["msg_type"])
     client.listeners[header["msg_id"]] = on_message
@@ -277,9 +278,10 @@ def send_comm(client: RankClient, engine: int, message: Message, on_message: Lis
 
 
 def send_control_request(client: Client, engine: int, msg_type: str, content: dict[str, Any]) -> Future[dict[str, Any]]:
-    """Send a request on the control channel of `engine`; the future has the content of the reply.
+    """Send a request of type `msg_type` on the control channel of `engine`, without waiting.
 
-    ipyparallel's own methods send only its own types. Raises KeyError for an engine that has ended.
+    The future has the content of the reply. ipyparallel's own methods send only its own types. Raises KeyError for an
+    engine that has ended.
     """
     answer: Future[dict[str, Any]] = Future()
     future = client._send(client._control_stream, msg_type, content=content, ident=_engine_identity(client, engine))
@@ -294,16 +296,17 @@ def _answer_content(message: Message) -> dict[str, Any]:
 
 
 def refresh_engines(client: Client, timeout: float) -> None:
-    """Request the list of engines from the Hub, and update the client's list.
+    """Request the list of engines from the Hub, and update the client's list shortly afterwards.
 
-    The client misses registrations that the Hub has published before the client subscribed to them.
+    The client misses registrations that the Hub has published before the client subscribed to them. Raises TimeoutError
+    if the Hub does not reply within `timeout` seconds.
     """
     reply = client._send(client._query_stream, "connection_request").result(timeout)
     client._io_loop.add_callback(client._update_engines, reply["content"]["engines"])  # its own thread changes them too
 
 
 def unregister_engine(client: Client, engine: int) -> None:
-    """Report to the Hub that `engine` has ended, so that its running requests fail at once.
+    """Report to the Hub that `engine` has ended, so that its running requests fail at once; do not wait.
 
     Usually, ipyparallel's nanny process does this.
     """

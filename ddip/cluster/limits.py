@@ -51,8 +51,8 @@ def _limit_value(limit: int) -> float:
 def find_shortage(ranks: int, running: int, limits: Limits, files: int, threads: int) -> str:
     """Return the message for the first limit that is too low for a group of `ranks`; empty if none is.
 
-    `running`: ranks that already run; `files`: open descriptors of this process; `threads`: threads of all the user's
-    processes.
+    `ranks`: number of ranks, of which `running` already run; `files`: open descriptors of this process; `threads`:
+    threads of all the user's processes.
     """
     controller = CONTROLLER_FILES + A_RANKS_FILES * ranks
     if limits.most_files < controller:
@@ -104,9 +104,9 @@ def user_threads() -> int:
 
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
-    """Add the limit on address space, if there is one, to a RuntimeError raised within.
+    """Turn a RuntimeError raised within into a GroupError that adds the limit on address space, if there is one.
 
-    No one can know beforehand how much torch needs.
+    Without a limit, the error stays. No one can know beforehand how much torch needs.
     """
     try:
         yield

@@ -56,7 +56,10 @@ def _ssh_destination(host: str) -> str:
 
 
 def has_proxy(host: str) -> bool:
-    """Return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand."""
+    """Ask ``ssh -G``, and return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand.
+
+    False also if ssh does not answer.
+    """
     command = ["ssh", "-G", "--", _ssh_destination(host)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ASK_SECONDS)
@@ -80,7 +83,7 @@ def agent_line(python: str, setup: str) -> str:
 
 
 def explain_failure(host: str, output: str, python: str, setup: str) -> str:
-    """Explain why a host's agent did not start, with a remedy if its `output` shows a known cause.
+    """Return why the agent of `host` did not start: the last line of its `output`, with a remedy for a known cause.
 
     Other arguments as in `agent_command`.
     """

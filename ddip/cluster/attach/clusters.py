@@ -38,9 +38,10 @@ class ClusterInfo:
 
 
 def find_connection_file(typed: str) -> str:
-    """Return the connection file of the running cluster that `typed` names.
+    """Return the path of the connection file of the running cluster that `typed` names.
 
-    Raises GroupError, with the names of running clusters, if none or several match.
+    `typed`: ID, profile, ``profile/ID``, or the path of the file itself. Raises GroupError, with the names of running
+    clusters, if none or several match.
     """
     if typed.endswith(".json"):
         return _checked_file(typed)
@@ -92,9 +93,9 @@ def all_there() -> Sequence[ClusterInfo]:
 
 
 def is_running(file: Path) -> bool:
-    """Return True if the controller with this connection file listens.
+    """Connect briefly to the controller with this connection file, and return True if it listens.
 
-    One that can be reached only by an ssh tunnel is taken to listen.
+    One that can be reached only by an ssh tunnel is taken to listen; one whose file cannot be read is not.
     """
     try:
         info = json.loads(file.read_text())

@@ -67,13 +67,16 @@ class Link:
         threading.Thread(target=self._write, name="ddip-link", daemon=True).start()
 
     def tell(self, what: str, value: Any = None, data: bytes = b"") -> None:
-        """Send a numbered message; may be called by any thread."""
+        """Send a numbered message of the kind `what`, with `value` and `data`; may be called by any thread."""
         with self._lock:
             self._sent += 1
             self._send({"number": self._sent, "what": what, "value": value}, data)
 
     def read(self, stream: str, source: int) -> None:
-        """Send the data read from the descriptor `source` as `stream`, up to and including its end."""
+        """Send the data read from the descriptor `source` as `stream`, and return after its end.
+
+        Waits while the other end has WINDOW pieces to write, so it needs a thread of its own.
+        """
         with contextlib.suppress(OSError, AttributeError):  # not a pipe, or not Linux
             fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, PIPE)
         data = b"x"
@@ -291,5 +294,5 @@ def _controller_side_address() -> str:
 
 
 def begin(engine: Any, kind: str) -> None:
-    """Start the far end `kind`; the near end has the engine call this."""
+    """Start the far end `kind` in `engine`, and return at once; the near end has the engine call this."""
     FarEnd(engine, kind)

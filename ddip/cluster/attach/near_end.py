@@ -32,7 +32,11 @@ START = (
 
 
 class NearEnd:
-    """The near end of a link to the first of `engines` that answers; raises GroupError if none does."""
+    """The near end of a link to the first of `engines` that answers; the constructor waits for that.
+
+    `file`: connection file of their cluster; `line`: shell line that starts the agent. Raises GroupError if none
+    answers.
+    """
 
     def __init__(self, file: str, engines: Sequence[int], line: str) -> None:
         self._kind = f"{KIND}{uuid.uuid4().hex}"

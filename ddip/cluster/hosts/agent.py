@@ -211,7 +211,7 @@ class Agent:
             time.sleep(LOOK_SECONDS)
 
     def leave(self) -> NoReturn:
-        """End the ranks and all processes that they started, remove every file, and exit."""
+        """End the ranks and all processes that they started, remove every file, and exit; never raises."""
         self._leaving.acquire()  # never released: a second caller waits until the process exits
         with contextlib.suppress(BaseException):
             processes.end_processes([process for started in self._started.values() for process in started])

@@ -21,7 +21,10 @@ from ddip.cluster.processes import links
 
 
 def pass_on(source: Connection, target: Connection) -> None:
-    """Pass messages from `source` to `target` until one of them closes, with beats after the first one."""
+    """Pass messages from `source` to `target` until one of them closes, with beats after the first one.
+
+    Then close `target`.
+    """
     lock, ended = threading.Lock(), threading.Event()
 
     def send_message(message: bytes) -> None:

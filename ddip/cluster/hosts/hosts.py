@@ -22,7 +22,10 @@ SILENT_SECONDS = 12.0
 
 
 class Hosts:
-    """The hosts of one cluster, numbered in the given order; without names, only this machine."""
+    """The hosts of one cluster, numbered in the given order; without names, only this machine.
+
+    The constructor begins to connect to them, and `wait` waits for that.
+    """
 
     def __init__(self, names: Sequence[str], reach: Reach, run_folder: Path) -> None:
         self._set_reach(reach)
@@ -53,7 +56,8 @@ class Hosts:
     def wait(self, deadline: float, progress: Callable[[str], None]) -> None:
         """Wait until every host has reported its facts, or until `deadline` on ``time.monotonic``.
 
-        Raises GroupError with the reason and a remedy for each host that cannot be used.
+        `progress` gets the number of hosts reached, as a line. Raises GroupError with the reason and a remedy for each
+        host that cannot be used.
         """
         faults, remote = [], self.remote
         for count, host in enumerate(remote):
@@ -87,7 +91,7 @@ class Hosts:
         return f"{host.missing}; create it there, or choose another folder with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Reconnect to the lost host `number`, or connect to the host `name` in its place.
+        """Reconnect to the lost host `number`, or connect to the host `name` in its place, and wait for its facts.
 
         `reach` applies to all hosts afterwards. Raises GroupError, and changes nothing, if the host has not answered at
         `deadline`, on ``time.monotonic``, or cannot be used.
@@ -113,9 +117,10 @@ class Hosts:
         self.reach, self._way = reach, ways.choose_way(reach)
 
     def connect(self, number: int, engine_file: Path) -> str:
-        """Relay the controller to a remote host, and return the connection information for its engines.
+        """Relay the controller to the remote host `number`, and return the connection information for its engines.
 
-        It is JSON, and secret: whoever has it can run code on the ranks. Raises GroupError.
+        `engine_file`: the controller's connection file for engines. The result is JSON, and secret: whoever has it can
+        run code on the ranks. It is made once per host. Raises GroupError.
         """
         with self._lock:
             return self._connect(number, engine_file)
@@ -158,12 +163,12 @@ class OnHosts:
         return self.hosts[self._host_numbers[engine]]
 
     def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Wait until each host has reported its facts. Raises GroupError."""
+        """Wait as `Hosts.wait` does, and record the hosts' processes for a cleanup. Raises GroupError."""
         self._hosts.wait(deadline, progress)
         self._record()
 
     def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Replace the lost host `number`. Raises GroupError."""
+        """Replace the lost host `number` as `Hosts.reopen` does, and record its processes. Raises GroupError."""
         self._hosts.reopen(number, name, reach, deadline)
         self._record()
 

@@ -116,7 +116,7 @@ class Relay:
     def listen(self, paths: Sequence[str]) -> None:
         """Listen on new sockets at `paths`; relay a connection to the n-th to the other end's target n.
 
-        Raises OSError.
+        Returns at once. Raises OSError if a socket cannot be created.
         """
         for number, path in enumerate(paths):
             listener = socket.socket(socket.AF_UNIX)

@@ -42,8 +42,9 @@ PAUSE_SECONDS = 0.02
 class RemoteHost:
     """One host: the local process that connects to it, and the agent at its other end.
 
-    `command` starts the agent; `name` is the user's name for the host; `relayed`: a relay such as ProxyJump is between.
-    Raises GroupError if the program of `command` is not on the PATH.
+    The constructor starts `command`, which starts the agent, and does not wait for it. `name` is the user's name for
+    the host, `directory` the requested folder of its ranks; `relayed`: a relay such as ProxyJump is between. Raises
+    GroupError if the program of `command` is not on the PATH.
     """
 
     def __init__(self, name: str, command: Sequence[str], directory: str, relayed: bool = False) -> None:
@@ -114,7 +115,7 @@ class RemoteHost:
 
     @property
     def facts(self) -> Facts:
-        """The host's facts, once it has reported them; raises HostLost."""
+        """The host's facts; waits until the host has reported them. Raises HostLost."""
         return self._facts.result()
 
     def wait(self, seconds: float) -> None:
@@ -142,20 +143,24 @@ class RemoteHost:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Fork the process from the agent's preload process; arguments as in `Host.fork`."""
+        """Fork the process from the agent's preload process, and return it at once; arguments as in `Host.fork`."""
         return self.children.ask(
             module=module, needs=list(needs), imports=list(imports), argv=list(argv), env=dict(env), log=log
         )
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call `function` in the agent; the future raises HostLost, or RuntimeError if the function raised."""
+        """Call the `function` of ``on_host`` in the agent, and return a future without waiting.
+
+        Arguments and result must be plain data for JSON. The future raises HostLost, or RuntimeError if the function
+        raised.
+        """
         assert not kwargs, "arguments travel by position"
         return self._request(function=function.__name__, args=list(args))
 
     def relay(self, sockets: Mapping[str, str]) -> None:
         """Create sockets on the host, and relay each to a local one; `sockets` maps remote to local paths.
 
-        Raises HostLost, or RuntimeError if the agent could not create them.
+        Waits until they exist. Raises HostLost, or RuntimeError if the agent could not create them.
         """
         self._relay.targets = list(sockets.values())
         answer: Future[None] = self._request(listen=list(sockets))

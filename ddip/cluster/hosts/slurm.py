@@ -72,7 +72,7 @@ class Keeper:
         )
 
     def submit(self, script: str) -> slurm_keeper.Answer:
-        """Submit a job with `script`."""
+        """Submit a job with `script`, wait for sbatch, and return the job ID or the error; raises nothing."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it was killed
             self._process.stdin.write(json.dumps(script).encode() + b"\n")
@@ -112,9 +112,9 @@ class SlurmUnavailable(GroupError):
 
 
 def parse_options(typed: str) -> dict[str, str]:
-    """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into options of sbatch.
+    """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into values by sbatch's option names.
 
-    Raises BadInput.
+    An option without a value has an empty one. Raises BadInput, also if ``nodes`` is missing.
     """
     try:
         words = shlex.split(typed)
@@ -154,10 +154,10 @@ def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
 
 
 def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
-    """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
+    """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID; `give_back` ends it.
 
-    Raises BadInput or GroupError, or RequestInterrupted with the text `stopped` after an interrupt; the job is then
-    cancelled, or its keeper goes on trying.
+    `progress` gets a line for the user. Raises BadInput or GroupError, or RequestInterrupted with the text `stopped`
+    after an interrupt; the job is then cancelled, or its keeper goes on trying.
     """
     script = batch_script(typed)
     _ensure_slurm()
@@ -208,9 +208,10 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
 
 
 def hold_job(job: int) -> bool:
-    """Keep a job that ddip submitted until `give_back`; return False if `job` does not run any more.
+    """Keep a job that ddip submitted until one more `give_back`; return False if `job` does not run any more.
 
-    Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
+    Returns True also for a running job of others, which `give_back` leaves alone. Raises GroupError if there is no
+    Slurm command, and SlurmUnavailable if Slurm does not answer.
     """
     if not node_names(job):
         return False
@@ -220,7 +221,10 @@ def hold_job(job: int) -> bool:
 
 
 def give_back(job: int) -> None:
-    """Give up one hold on `job`; cancel a job that ddip submitted after its last hold."""
+    """Give up one hold on `job`; after the last hold, cancel it, and wait briefly until Slurm confirms that.
+
+    Does nothing for a job that ddip did not submit.
+    """
     if job in _holds:
         _holds[job] -= 1
         if not _holds[job]:
@@ -260,7 +264,7 @@ def seconds_left(job: int) -> float | None:
 
 
 def count_gpus(job: int, node: str) -> int:
-    """Return the number of GPUs that a job has on a node, whatever option requested them.
+    """Return the number of GPUs that `job` has on `node`, whatever option requested them; 0 if it has none.
 
     Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
     """
@@ -284,7 +288,7 @@ def step_command(job: int, node: str) -> list[str]:
 
 
 def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield the variables of this process's own job step, which srun would read as options."""
+    """Yield the names of the variables of this process's own job step, which srun would read as options."""
     return (name for name in variables if name.startswith(("SLURM_", "SRUN_")) and name != "SLURM_CONF")
 
 

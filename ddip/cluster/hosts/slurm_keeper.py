@@ -42,7 +42,10 @@ class Answer(TypedDict, total=False):
 
 
 def main() -> None:
-    """Submit the job described on stdin, and cancel it when stdin ends."""
+    """Submit the job described on stdin, print the answer, and cancel the job when stdin ends.
+
+    Exits with 1 if Slurm has not confirmed the cancellation.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, script = sys.argv[1], json.loads(sys.stdin.readline())
     ended = threading.Event()
@@ -61,7 +64,10 @@ def main() -> None:
 
 
 def submit_job(name: str, script: str, ended: threading.Event) -> Answer:
-    """Submit a job with this `name` and `script`; give up once `ended` is set."""
+    """Submit a job with this `name` and `script`, and return its ID or the error; raises nothing for either.
+
+    Gives up once `ended` is set, or after SUBMIT_SECONDS.
+    """
     command = ["sbatch", "--parsable", f"--job-name={name}"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace") as process:
@@ -85,7 +91,7 @@ def submit_job(name: str, script: str, ended: threading.Event) -> Answer:
 
 
 def cancel_job(name: str, looks: int, seconds: float) -> bool:
-    """Cancel the job `name` until Slurm has reported `looks` times that it is gone; False after `seconds`."""
+    """Cancel the job `name`, and wait until Slurm has reported `looks` times that it is gone; False after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

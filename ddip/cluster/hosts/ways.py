@@ -33,7 +33,10 @@ class Way(Protocol):
     """A way to reach the hosts of one cluster."""
 
     def command(self, number: int, name: str) -> list[str]:
-        """Return the command that starts the agent of host `number`, and connects stdin and stdout to it."""
+        """Return the command that starts the agent of host `number`, and connects stdin and stdout to it.
+
+        `name`: the user's or the scheduler's name for the host.
+        """
 
     def is_relayed(self, name: str) -> bool:
         """Return True if a relay stands between this machine and host `name`.
@@ -53,7 +56,7 @@ class Ssh(Way):
         self._reach = reach
 
     def command(self, number: int, name: str) -> list[str]:
-        """Return the ssh command that starts the agent of host `number`."""
+        """Return the ssh command that starts the agent of the host `name`."""
         return ssh.agent_command(name, self._reach.python, self._reach.setup)
 
     def is_relayed(self, name: str) -> bool:
@@ -76,7 +79,10 @@ class Srun(Way):
         self._reach = reach
 
     def command(self, number: int, name: str) -> list[str]:
-        """Return the srun command that starts the agent of node `number`."""
+        """Return the srun command that starts the agent of node `number`, called `name`; asks Slurm for its GPUs.
+
+        Raises GroupError or SlurmUnavailable.
+        """
         unset = [word for variable in slurm.step_variables(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)
         return ["env", *unset, *slurm.step_command(self._reach.jobs[number], name), "sh", "-c", line]

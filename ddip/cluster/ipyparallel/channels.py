@@ -43,17 +43,17 @@ class Channels:
         return set(self.client.ids) - self.exits.keys()
 
     def log_tail(self, engine: int) -> list[str]:
-        """Return the last lines that the last cell logged on `engine`."""
+        """Return the last lines that `engine` has logged since its last cell was sent; see `EngineLogs.tail`."""
         return self._logs.tail(engine)
 
     def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
-        """Run `code` as a cell on each of these engines."""
+        """Send `code` as a cell to each of these engines; see ``Cluster.execute``. Their logs count from here on."""
         for recipient in to:
             self._logs.cell_begins(recipient.engine)
         return ipp_private.execute_cell(self.client, code, to, asked, history=history)
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:
-        """Make `call` on the main thread of `engine`."""
+        """Send `call` to the main thread of `engine`; see ``Cluster.call``."""
         return _wrap_future(
             ipp_private.call_on_engine(self.client, engine, run_call, [call.target, *call.args], call.label)
         )
@@ -61,19 +61,19 @@ class Channels:
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Make `call` on `engine` without waiting for its cell. Raises KeyError for an engine that has ended."""
+        """Send `call` to `engine`, which does not wait for its cell. Raises KeyError for an engine that has ended."""
         content = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
         return ipp_private.send_control_request(self.client, engine, "ddip_request", content)
 
     def interrupt(self, engine: int, msg_id: str | None) -> concurrent.futures.Future[dict[str, Any]]:
-        """Interrupt a request to `engine`, or its current one for None.
+        """Interrupt only the request `msg_id` to `engine`, or its current one for None, without waiting.
 
         Raises KeyError for an engine that has ended.
         """
         return ipp_private.send_control_request(self.client, engine, "ddip_interrupt", {"cell": msg_id})
 
     def send_comm(self, engine: int, message: Message, listener: Listener) -> str:
-        """Send a widget's message to `engine`, and return its ID.
+        """Send a widget's message to `engine`, and return its ID; `listener` gets the output of the callbacks.
 
         Raises KeyError for an engine that has ended.
         """

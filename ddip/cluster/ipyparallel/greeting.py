@@ -20,8 +20,8 @@ def wait_for(
 ) -> list[Hello]:
     """Wait until all `engines` answer on all their channels, and return their hellos, in order.
 
-    `on_ready` gets the number of engines registered so far. `check` is called repeatedly with the engines that are
-    missing, and may raise to end the wait.
+    `on_ready` gets the number of engines registered so far. There is no time limit: `check` is called repeatedly with
+    the engines that are missing, and may raise to end the wait.
     """
     missing = set(engines)
     last_refresh = 0.0

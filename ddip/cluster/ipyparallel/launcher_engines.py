@@ -35,9 +35,10 @@ def check_launcher(launcher: str) -> None:
 
 
 def start_cluster(launcher: str, profile: str, n: int | None, progress: Callable[[str], None]) -> str:
-    """Start a cluster, wait for its engines, and return its connection file.
+    """Start a cluster with ipyparallel's `launcher`, wait for its engines, and return its connection file.
 
-    The caller must `give_back` the cluster. Raises GroupError or RequestInterrupted, and leaves nothing behind then.
+    `profile`: IPython profile that configures the launcher; `n`: number of engines, None for the profile's. The caller
+    must `give_back` the cluster. Raises GroupError or RequestInterrupted, and leaves nothing behind then.
     """
     with folder.left_out():
         import ipyparallel  # noqa: F401
@@ -100,7 +101,10 @@ def _wait_for_engines(
 
 
 def hold_cluster(file: str) -> bool:
-    """Keep the cluster until `give_back`; return False if ddip has not started it, or if it has ended."""
+    """Keep the cluster with this connection file until one more `give_back`.
+
+    Returns False if ddip has not started it, or if it has ended.
+    """
     keeper = _keepers.get(file)
     if keeper is None or keeper.poll() is not None:
         return False
@@ -109,7 +113,10 @@ def hold_cluster(file: str) -> bool:
 
 
 def give_back(file: str) -> None:
-    """Give up one hold on the cluster, and end it after the last hold."""
+    """Give up one hold on the cluster with this connection file; after the last hold, end it, and wait for that.
+
+    Does nothing for a cluster that ddip has not started.
+    """
     if file in _holds:
         _holds[file] -= 1
         if not _holds[file]:

@@ -46,7 +46,7 @@ PAUSE_SECONDS = 0.1
 
 
 def log_text(path: str | Path) -> str:
-    """Read a log, in which processes may write any bytes; empty if there is none."""
+    """Read the log at `path`, in which processes may write any bytes; empty if there is none."""
     try:
         return Path(path).read_bytes().decode(errors="replace")
     except OSError:
@@ -254,7 +254,7 @@ def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
 
 
 def end_launched(launchers: Iterable[Launcher]) -> None:
-    """End the processes of `launchers` concurrently.
+    """End the processes of `launchers` concurrently, and wait until they have ended, on other hosts END_SECONDS.
 
     ipyparallel would end them one by one, and wait 5 s for a busy one.
     """
@@ -342,7 +342,7 @@ def engine_arguments(engine: int, timeout: float) -> list[str]:
 
 
 async def make_client(cluster: IppCluster, timeout: float) -> RankClient:
-    """Connect a `RankClient` to the cluster.
+    """Connect a `RankClient` to the cluster; raise TimeoutError if its Hub does not answer within `timeout` seconds.
 
     Does what ``ipyparallel.Cluster.connect_client`` does for an ipyparallel client.
     """

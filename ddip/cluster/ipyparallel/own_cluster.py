@@ -59,7 +59,9 @@ IMPORT_FAILED = re.compile(r"^\s*((?:ModuleNotFound|Import)Error: .*)$", re.MULT
 class OwnCluster(OnHosts, Channels):
     """A controller, a client, and engines that are started and stopped one by one; owned by this process.
 
-    `ddip.cluster.cluster_api.Cluster` documents the public methods.
+    `ddip.cluster.cluster_api.Cluster` documents the public methods. The constructor begins to connect to `hosts`
+    (default: this machine), and starts no engine. `fork`: fork the processes from the preload process. Raises
+    GroupError.
     """
 
     def __init__(self, log: logging.Logger, fork: bool, hosts: Sequence[str] = (), reach: Reach | None = None) -> None:

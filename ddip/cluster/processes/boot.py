@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def hidden_modules() -> dict[str, str]:
-    """Return the modules of the standard library that files on the path hide, with these files."""
+    """Return by module name the path of each file on ``sys.path`` that hides a standard library module."""
     import os
     from importlib.machinery import PathFinder
 

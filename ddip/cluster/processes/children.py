@@ -43,7 +43,10 @@ class Child:
         self._mark(self.number)
 
     def end(self) -> Future[None]:
-        """Kill the process, or cancel its start; the future is done once it has ended or can no longer start."""
+        """Kill the process, or cancel its start, without waiting.
+
+        The future is done once it has ended or can no longer start.
+        """
         forked = self.pid.done() and self.pid.exception() is None
         ended = self._cancel(self.number)
         if forked:  # the forking process may be busy importing, so kill directly
@@ -51,7 +54,10 @@ class Child:
         return ended
 
     def over(self, outcome: int | CannotFork | None) -> None:
-        """Set `pid` and `exit`, since the process has ended with this exit code or was never forked."""
+        """Set `pid` and `exit`, since the process has ended or was never forked.
+
+        `outcome`: the exit code, None if unknown, or the reason why it was not forked.
+        """
         if not self.pid.done():
             self.pid.set_exception(outcome if isinstance(outcome, CannotFork) else CannotFork("not wanted any more"))
         self.exit.set_result(None if isinstance(outcome, CannotFork) else outcome)
@@ -80,7 +86,10 @@ class Children:
         return len(self._children)
 
     def ask(self, **request: Any) -> Child:
-        """Request a fork, and return the child at once."""
+        """Request a fork, and return the child at once; its `pid` raises CannotFork if the request is refused.
+
+        `request`: the fields that the forking process expects.
+        """
         child = Child(next(self._numbers), self._cancel, self._kill, lambda number: self._send(mark=number))
         with self._lock:
             ended = self._ended

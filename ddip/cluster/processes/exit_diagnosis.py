@@ -81,9 +81,10 @@ def exit_text(code: int | None) -> str:
 
 
 def cause_text(code: int | None, held: int | None, before: HostMemory, now: HostMemory) -> str:
-    """Return the likely cause of a process's end.
+    """Return the likely cause of a process's end, in words.
 
-    `held`: the process's last known memory in bytes; `before`: memory of its host before it started.
+    `code`: exit code, or the negative signal number; None: unknown. `held`: the process's last known memory in bytes;
+    `before`, `now`: memory of its host before it started, and now.
     """
     name = exit_text(code)
     if name in CRASHES:
@@ -160,7 +161,7 @@ class EngineLogs:
         return log_end(log.decode(errors="replace"), LOG_LINES)
 
     def text(self, engine: int) -> str:
-        """Return the tail of the log as the end of an error message."""
+        """Return the `tail` of the engine's log as the end of an error message; it begins with its own separator."""
         lines = self.tail(engine)
         return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 

@@ -65,11 +65,15 @@ class Host(Protocol):
     ) -> Child:
         """Fork a process on the host that runs ``module.main()``, once `needs` and `imports` are imported.
 
-        `env` is added to the environment of the host's processes; `log` is the name of a file in its run folder.
+        Returns at once. `needs`: modules whose failed import ends the process; `argv`: its arguments. `env` is added to
+        the environment of the host's processes; `log` is the name of a file in its run folder.
         """
 
     def begin(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call a `function` of ``on_host`` on the host; the future raises HostLost if the host is lost."""
+        """Call a `function` of ``on_host`` on the host; the future raises HostLost if the host is lost.
+
+        On this machine, the call is made at once, and blocks; on others, it is only sent.
+        """
 
     def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `function` of ``on_host`` on the host, and wait for its result.
@@ -83,7 +87,10 @@ class HostLost(RuntimeError):
 
 
 def wait_for(host: Host, answer: Future[R], seconds: float = NEEDED_SECONDS) -> R:
-    """Return a host's `answer`; raise HostLost if the host is lost or does not answer within `seconds`."""
+    """Wait for the `answer` of a host, and return it.
+
+    Raises HostLost if the host is lost or does not answer within `seconds`, and the error of the call.
+    """
     try:
         return answer.result(seconds)
     except concurrent.futures.TimeoutError:
@@ -120,7 +127,7 @@ class LocalHost:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Fork the process from the preload process; arguments as in `Host.fork`."""
+        """Fork the process from the preload process, and return it at once; arguments as in `Host.fork`."""
         warm = preload_client.ensure_process()
         path = self.run_folder / log
         path.touch(0o600)  # a cell may print secrets
@@ -145,9 +152,10 @@ class LocalHost:
 
 
 def process_environment(run_folder: Path, notebook: str, mark: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hold the parameters of a cluster's processes.
+    """Return the environment variables that tell a cluster's processes their parameters.
 
-    The processes remove these variables at their start, all but IPYTHONDIR.
+    `notebook`: name for their titles; `mark`: the variable that marks them as this process's own. The processes remove
+    these variables at their start, all but IPYTHONDIR.
     """
     variables: dict[str, Any] = {
         "DDIP_RUN_FOLDER": str(run_folder),

@@ -99,12 +99,18 @@ def working_directory() -> str:
 
 
 def list_connections(pids: Sequence[int]) -> list[list[list[Any]]]:
-    """Return both ends of each TCP connection, per process; no connections if it has ended."""
+    """Return the TCP connections of each process, in order: own address and port, then the other's.
+
+    The list of a process that has ended is empty.
+    """
     return tcp_tables.list_connections(pids)
 
 
 def ports_of(pid: int) -> list[tuple[int, int]]:
-    """Return the local and the remote port of each TCP connection of a process and its descendants."""
+    """Return the local and the remote port of each TCP connection of a process and its descendants.
+
+    Empty if the process has ended.
+    """
     found: list[tuple[int, int]] = []
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
@@ -116,7 +122,8 @@ def ports_of(pid: int) -> list[tuple[int, int]]:
 def stack_location(pid: int, run_folder: str) -> dict[str, Any] | None:
     """Return the fields of the `StackLocation` of a rank that cannot answer.
 
-    The rank dumps its stack on a signal. None if it does not react to that either.
+    The rank dumps its stack on a signal, and this function waits up to SIGNAL_SECONDS for that. None if the rank does
+    not react to that either, or has ended.
     """
     stopped = processes.stopped_text(pid)
     if stopped:
@@ -140,7 +147,7 @@ def stack_location(pid: int, run_folder: str) -> dict[str, Any] | None:
 
 
 def stopped_text(pid: int) -> str:
-    """Describe the state of a process that a signal or a debugger has stopped; empty for others."""
+    """Describe a process that a signal or a debugger has stopped, with a remedy; empty if it is not stopped."""
     return processes.stopped_text(pid)
 
 
@@ -175,12 +182,12 @@ def host_memory() -> list[int]:
 
 
 def end_sessions(pids: Sequence[int]) -> None:
-    """End processes, each the leader of a session, and all processes that they started."""
+    """End processes, each the leader of a session, and all processes that they started; wait until they have ended."""
     end_processes(find_existing(pids))
 
 
 def cpu_usage(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
-    """Return the CPU time in seconds of each process with its descendants, and whether any is running.
+    """Return the CPU time in seconds of each process with its descendants, and whether any of these is running.
 
     None for a process that has ended.
     """
@@ -279,9 +286,9 @@ def find_route(address: str) -> tuple[str, str]:
 
 
 def try_connections(targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
-    """Connect to ports of other hosts in parallel, and return the error of each; empty if it succeeded.
+    """Connect to `targets`, addresses and ports of other hosts, in parallel; return the error of each, in order.
 
-    Each is tried for up to `seconds`.
+    The error is empty if the connection succeeded. Each is tried for up to `seconds`.
     """
     if not targets:
         return []
@@ -332,7 +339,7 @@ def hold_port(former: int = 0) -> int:
 def open_port(address: str) -> int:
     """Listen at a free port of `address` for the connections of `try_connections`, and return the port.
 
-    It is open until `release_port`. Returns 0 if this host has lost the address.
+    It is open until `release_port`. Returns 0 if this host has lost the address; raises other OSErrors.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:

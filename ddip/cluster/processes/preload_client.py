@@ -208,9 +208,9 @@ _current_lock = threading.Lock()
 
 
 def ensure_process(also: Sequence[str] = ()) -> PreloadProcess:
-    """Return the preload process that fits the environment; start one if there is none.
+    """Return the preload process that fits the environment; start one if there is none, without waiting.
 
-    `also`: further modules that a new process imports.
+    One that fits no longer ends with its last child. `also`: further modules that a new process imports.
     """
     global _current
     with _current_lock:
@@ -233,7 +233,7 @@ def give_up() -> None:
 
 
 def end_process() -> None:
-    """End the preload process and its children."""
+    """Kill the preload process, if there is one, and thereby its children."""
     global _current
     with _current_lock:
         if _current is not None:

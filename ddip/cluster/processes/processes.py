@@ -66,7 +66,7 @@ def find_existing(pids: Iterable[int]) -> list[Proc]:
 
 
 def stopped_text(pid: int) -> str:
-    """Describe the state of a process that a signal or a debugger has stopped; empty for others."""
+    """Describe a process that a signal or a debugger has stopped, with a remedy; empty if it is not stopped."""
     with contextlib.suppress(psutil.Error):
         match psutil.Process(pid).status():
             case psutil.STATUS_STOPPED:
@@ -87,7 +87,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def kill_and_wait(pid: int) -> None:
-    """Kill a process that was just started, and wait until it has ended.
+    """Kill a process that was just started, and wait until it has ended, at most TERM_SECONDS.
 
     It may be another process's child.
     """
@@ -139,7 +139,8 @@ def _started_by(leaders: Iterable[Proc]) -> set[psutil.Process]:
 def end_processes(processes: Iterable[Proc], mark: str | None = None) -> None:
     """End `processes`, each the leader of a session, and then all processes that they started.
 
-    With a `mark`, end only processes that carry it: PIDs from a file prove nothing.
+    They get SIGTERM, and SIGKILL after TERM_SECONDS; the function waits for both. With a `mark`, end only processes
+    that carry it: PIDs from a file prove nothing.
     """
     leaders = list(processes)
     followers = _started_by(leaders)

@@ -23,7 +23,10 @@ V4 = "::ffff:"
 
 
 def list_connections(pids: Sequence[int]) -> list[list[Ends]]:
-    """Return both ends of each TCP connection, per process; no connections if it has ended."""
+    """Return the TCP connections of each process, in order: own address and port, then the other's.
+
+    The list of a process that has ended is empty.
+    """
     if sys.platform != "linux":
         return [_connections_by_psutil(pid) for pid in pids]
     inodes = [_socket_inodes(pid) for pid in pids]
