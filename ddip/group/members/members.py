@@ -221,7 +221,7 @@ class Members:
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
         """Return the TCP connections of each of `ranks`, as pairs of ends: own address and port, then the other's.
 
-        For silent ranks, their hosts look them up; the list is empty if that fails, too.
+        Silent ranks are looked up by their hosts; the list is empty if these do not answer either.
         """
         answers = self.call_on_control_channel(ranks, on_rank.tcp_connections())
         missing = [rank for rank, answer in answers.items() if answer is None]

@@ -40,7 +40,10 @@ def watch_samplers() -> None:
 
 
 def find_advice(names: list[str], size: int) -> AdviceReport:
-    """Return advice about the variables `names` (all if empty) on a rank of a group of `size` ranks."""
+    """Look for mistakes in the variables `names` (all if empty) on a rank of a group of `size` ranks.
+
+    Returns the advice found, the names of the checked variables, and the number of checked objects.
+    """
     walk = history.walk_now(checksums=False, keep=True)
     found = [*_optimizer_advice(walk), *_module_advice(walk), *_sampler_advice(walk)]
     if size > 1:

@@ -303,7 +303,7 @@ _user_module_cache: dict[str, bool] = {}
 
 
 def user_modules() -> list[tuple[str, types.ModuleType]]:
-    """Return the modules that the user wrote, by name."""
+    """Return the imported modules that the user wrote, as pairs of name and module, sorted by name."""
     names = list(sys.modules)
     if len(_user_module_cache) != len(names):
         for name in set(names).difference(_user_module_cache):

@@ -25,9 +25,10 @@ def rank_marks(rank: int) -> list[int]:
 
 
 def refuse_stale(marks: list[int], size: int) -> list[str]:
-    """Make objects with a rank attribute and an attribute equal to the former `size` raise an error.
+    """Make objects with a rank attribute and an attribute equal to the former `size` raise an error when used.
 
-    `marks` has the path hashes of rank attributes. Returns the paths of the objects.
+    `marks` has the path hashes of rank attributes, from `rank_marks` in the former group. Returns the paths of the
+    objects, sorted.
     """
     walk = history.walk_now(checksums=False, keep=True)
     ranks, holders = set(marks), dict[Path, list[str]]()

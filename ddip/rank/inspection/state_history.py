@@ -94,9 +94,9 @@ class History:
     # -- called by the kernel, on the main thread
 
     def begin_cell(self, name: str, is_shared: bool) -> None:
-        """Prepare for a cell: finish a quick snapshot that is due, if that takes little of the cell's time.
+        """Prepare for the cell `name`: finish a quick snapshot that is due, if that takes little of the cell's time.
 
-        `is_shared` says that all ranks of the group run the cell.
+        Other walks are abandoned. `is_shared` says that all ranks of the group run the cell.
         """
         budget = SHARE * (time.monotonic() - self._ended)
         if self._is_due and budget > self._quick_seconds:
@@ -135,7 +135,10 @@ class History:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if kept.number <= number}
 
     def begin_anew(self) -> None:
-        """Replace all snapshots by one with checksums, after ranks were made equal."""
+        """Replace all snapshots by one with checksums, taken now, after ranks were made equal.
+
+        Takes up to `LONGEST_SECONDS`; if that is too short, a quick one follows while the rank is idle.
+        """
         self._snapshots.clear()
         self._good = True
         self.pause()
@@ -197,8 +200,9 @@ class History:
         return True
 
     def walk_now(self, *, checksums: bool = True, keep: bool = False, known: Collection[str] = ()) -> Walk:
-        """Walk over the variables without a pause, those in `known` first.
+        """Abandon the current walk, walk over all variables without a pause, and return the complete walk.
 
+        Names in `known` come first; `checksums` and `keep` as in `Walk`. There are no checksums while the GPU works.
         Raises TimeoutError after `LONGEST_SECONDS`.
         """
         self.pause()
@@ -214,7 +218,10 @@ history = History()
 
 
 def is_recorded(whole: bool) -> bool:
-    """Return whether the state after the last cell is recorded; may be called while a cell runs."""
+    """Return whether the state after the last cell is recorded, with checksums if `whole` is set.
+
+    May be called while a cell runs.
+    """
     return history.is_recorded(whole)
 
 

@@ -54,8 +54,9 @@ def list_snapshots(failed: str) -> list[str]:
 def hash_variables(cells: list[str], after_fault: bool) -> Compared:
     """Walk over the variables and return their hashes, to be compared with those of other ranks.
 
-    `cells` names the cells with a snapshot on every rank, the latest first. Raises TimeoutError if the walk takes too
-    long.
+    `cells` names the cells with a snapshot on every rank, the latest first. `after_fault`: also report flags and empty
+    containers that a failed cell left changed. The walk is kept for `describe_paths`, until `free_walk`. Raises
+    TimeoutError if it takes too long.
     """
     global _walk
     last, former = (*(history.after(cell) for cell in cells), None, None)[:2]
@@ -81,7 +82,10 @@ def free_walk() -> None:
 
 
 def describe_paths(hashes: list[int]) -> dict[int, Described]:
-    """Return path, value and owner by hash, for those of the path `hashes` that this rank has."""
+    """Return path, value and owner by hash, for those of the path `hashes` that this rank has.
+
+    Call it after `hash_variables`, whose walk it reads.
+    """
     assert _walk is not None
     found: dict[int, Described] = {}
     sharded = {variable_of(path) for path in _walk.sharded}

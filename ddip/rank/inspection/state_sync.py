@@ -65,11 +65,11 @@ class _Plan:
 
 
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
-    """Copy differing values in the variables `names` or at `paths` from rank `source` to the others.
+    """Copy differing values in the variables `names` or at `paths` from rank `source` to the others. A collective.
 
     `paths` has hashes of paths. Values that differed after the good cell ``cells[0]`` differ by design and are not
-    copied, except for parameters and buffers of modules in `names`. Returns the copied and refused paths. Raises
-    RuntimeError if a rank cannot unpickle a value; then nothing has changed on any rank.
+    copied, except for parameters and buffers of modules in `names`. Returns the copied paths, and the reason for each
+    refused path or name. Raises RuntimeError if a rank cannot unpickle a value; then nothing has changed on any rank.
     """
     last = history.after(cells[0]) if cells else None
     walk = history.walk_now(keep=True, known=() if last is None else last.names)

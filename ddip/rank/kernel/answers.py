@@ -25,9 +25,10 @@ THREAD = "ddip-beside"
 
 
 def answer_request(request: dict[str, Any], loop: IOLoop, send: Callable[..., object]) -> None:
-    """Call the requested function and pass its reply to `send`.
+    """Call the requested function and pass its reply to `send`, whether it succeeded or raised.
 
-    Both this function and `send` run on the thread of `loop`.
+    `request` has its target, arguments, and ``own_thread`` if it may take long. Both this function and `send` run on
+    the thread of `loop`.
     """
     target, args = request["target"], request["args"]
     if not request.get("own_thread"):

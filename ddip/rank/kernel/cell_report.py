@@ -28,7 +28,10 @@ def _call_checked(target: str, *args: Any) -> Any:
 
 
 def begin_cell(asked: CellOptions) -> None:
-    """Record the state that the cell may change."""
+    """Record the state that the cell may change, and reset the state that is kept per cell.
+
+    `asked`: the notebook's options of the cell. Never raises: errors are added to the report of the cell.
+    """
     _unchecked.clear()
     _call_checked("process_group.membership.begin_cell")
     _call_checked("objects.iteration.begin_cell")

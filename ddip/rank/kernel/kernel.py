@@ -147,7 +147,10 @@ class SilentKernel(IPythonParallelKernel):  # type: ignore[misc]
         self._silent_cell = ""
 
     def was_silent(self, msg_id: str) -> bool:
-        """Return whether the cell that ends now, whose request id is `msg_id`, produced no output."""
+        """Return whether the cell that ends now, whose request id is `msg_id`, produced no output.
+
+        If so, its idle message is not published, unless `require_idle_message` is called.
+        """
         silent = self._sent == self._sent_before_cell and RankStream.is_quiet()
         self._silent_cell = msg_id if silent else ""
         return silent

@@ -71,7 +71,10 @@ def _find_ends(duplicate: socket.SocketType) -> Ends | None:
 
 
 def list_sockets() -> tuple[dict[int, tuple[Any, ...]], list[Ends]]:
-    """Return host and port of each listening socket, by its descriptor, and both ends of each connection."""
+    """Return host and port of each listening socket, by its descriptor, and both ends of each connection.
+
+    Both ends are own host, own port, other host, other port.
+    """
     listening, connected = dict[int, tuple[Any, ...]](), list[Ends]()
     for number, duplicate in _iterate_tcp_sockets():
         if _is_listening(duplicate):
@@ -87,7 +90,7 @@ def listening_sockets() -> dict[int, tuple[Any, ...]]:
 
 
 def tcp_connections() -> list[Ends]:
-    """Return both ends of each TCP connection of this process."""
+    """Return both ends of each TCP connection of this process: own host and port, then the other's."""
     return list_sockets()[1]
 
 

@@ -154,7 +154,7 @@ def report_position() -> IterationReport:
 
 
 def iteration_facts() -> IterationFacts:
-    """Inspect this rank's training objects after a failed cell that trained.
+    """Inspect this rank's training objects after a failed cell that trained; change nothing.
 
     Returns whether an iteration is unfinished, per DDP wrapper which gradients exist and their checksums, and the
     variables of models whose gradients the cell changed.

@@ -33,5 +33,8 @@ def complete_code(code: str, cursor: int) -> dict[str, Any]:
 
 
 def inspect_code(code: str, cursor: int, detail: int) -> dict[str, Any]:
-    """Answer Jupyter's ``inspect_request`` for `code` with the cursor at offset `cursor`."""
+    """Answer Jupyter's ``inspect_request`` for `code` with the cursor at offset `cursor`.
+
+    `detail`: 0 for ``?``, 1 for ``??``.
+    """
     return dict(get_ipython().kernel.do_inspect(code, cursor, detail))  # type: ignore[union-attr]

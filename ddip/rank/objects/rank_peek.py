@@ -389,7 +389,10 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked
 
 
 def part_of_peek(number: int, name: str, begin: int, end: int) -> bytes:
-    """Return the bytes from `begin` to `end` of the stored pickle of `name`."""
+    """Return the bytes from `begin` to `end` of the pickle of `name` that the peek `number` stores.
+
+    Raises KeyError if the peek was dropped.
+    """
     memory = _peeks[number].stored[name]
     return bytes((memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])
 

@@ -70,7 +70,10 @@ def _allocate_memory() -> SharedBytes | bytearray:
 
 
 def attach_load(load: int, path: str, size: int) -> bool:
-    """Map a load of `size` bytes that another process of this host has; return False if it cannot be read."""
+    """Map a load of `size` bytes that another process of this host has; return False if it cannot be read.
+
+    Load 0 also drops all former transfers.
+    """
     if not load:
         drop_transfers()
     try:
@@ -96,8 +99,8 @@ def apply_push(
 
     `places` locate the pickles in the loads, in loading order. Names that only came `along` replace nothing. `small`
     has the bytes of load 0 if they came with this message; `paths` locate loads of another process of this host.
-    Replaced values are kept until `settle_push` or the next transfer; until then, ``drop_transfers(push)`` restores
-    them.
+    Returns the error of a name that failed, whether `paths` could not be read, and whether large values were replaced:
+    these are kept until `settle_push` or the next transfer, and ``drop_transfers(push)`` restores them.
     """
     global _push
     settle_push()
@@ -180,11 +183,12 @@ def drop_transfers(push: int = 0) -> None:
 
 
 def pack_variables(names: list[str], most: int, share: bool, known: str) -> PackedObjects:
-    """Pickle the variables `names` for a pull, along with the variables that their functions read.
+    """Drop all former transfers, and pickle the variables `names` for a pull, with the variables their functions read.
 
-    Variables in `known` do not come along, because the receiver has them. Pickles longer than `most` bytes stay on the
-    rank until `drop_transfers`: in memory that the notebook reads at the returned ``paths`` if `share` is set,
-    otherwise for `pull_part`. If a name is missing, the reply has its name in ``missing``, and no values.
+    Variables in `known`, separated by spaces, do not come along, because the receiver has them. Pickles longer than
+    `most` bytes stay on the rank until `drop_transfers`: in memory that the notebook reads at the returned ``paths`` if
+    `share` is set, otherwise for `pull_part`. If a name is missing, the reply has its name in ``missing``, and no
+    values.
     """
     drop_transfers()
     variables = user_namespace()
@@ -233,6 +237,6 @@ def wrapper_of(value: object) -> str:
 
 
 def pull_part(name: str, begin: int, end: int) -> bytes:
-    """Return the bytes from `begin` to `end` of a pickle that `pack_variables` has stored."""
+    """Return the bytes from `begin` to `end` of the pickle of `name` that `pack_variables` has stored."""
     memory = _outgoing[name]
     return bytes(memoryview(memory.view() if isinstance(memory, SharedBytes) else memory)[begin:end])

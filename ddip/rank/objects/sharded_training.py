@@ -38,11 +38,11 @@ BROKEN_ENGINE = (
 
 
 def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
-    """Find sharded models within an iteration, and parameters with hidden gradients.
+    """Find sharded models within an iteration, and parameters with hidden gradients, among `things`.
 
     A hidden gradient is not in ``.grad`` before it is reduced. Returns whether any model is within an iteration, and
-    the ids of the parameters. If a model cannot be inspected, it counts as within an
-    iteration, and `reset_models` then makes it refuse its next use.
+    the ids of the parameters. If a model cannot be inspected, it counts as within an iteration, and `reset_models` then
+    makes it refuse its next use.
     """
     unfinished, hidden = False, set[int]()
     models = [(root, _is_within_pass, _hidden_gradients) for root in _fsdp2_roots(things)]
@@ -57,10 +57,10 @@ def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
 
 
 def reset_models(things: Sequence[Any], broken: bool) -> None:
-    """Free gathered parameters and make each sharded model ready for a forward pass.
+    """Free gathered parameters and make each sharded model among `things` ready for a forward pass.
 
     All ranks must call this. If the failed cell has `broken` an iteration, DeepSpeed engines are reset or refuse their
-    next use.
+    next use. Models that cannot be reset also refuse their next use; nothing is raised.
     """
     for root in _fsdp2_roots(things):
         try:

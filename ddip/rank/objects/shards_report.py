@@ -14,7 +14,11 @@ from ddip.sharded.layout import DTensor, local_of, sharded_by_id
 
 
 def describe_shards(name: str) -> ShardsReport:
-    """Describe the model in the variable `name`, or a part such as ``model.encoder``; sends nothing."""
+    """Describe the tensors of the model in the variable `name`, or of a part such as ``model.encoder``.
+
+    Sends nothing to other ranks. ``is_there`` is False if there is no such object, and ``tensors`` is None if it is not
+    a module.
+    """
     first, *rest = name.split(".")
     variables = user_namespace()
     if first not in variables:

@@ -123,9 +123,10 @@ def copy_inputs(
 ) -> WrittenTensors | None:
     """Copy the tensors that a collective is about to write in place; return None if no copy is needed.
 
-    No copy is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a contiguous
-    CPU tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor has no
-    memory of its own.
+    `args`: the collective's arguments, tensors first; `code` and `line`: the cell line that begins it, code None if
+    none does. No copy is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a
+    contiguous CPU tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor
+    has no memory of its own.
     """
     if code is None or not args or _is_called_by_torch(sys._getframe(2)):
         return None

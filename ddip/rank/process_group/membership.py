@@ -97,7 +97,8 @@ def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     """Apply the `rank_spec`: environment, threads, device, process group, and variables for cells.
 
     Blocks until all ``rank_spec.world_size`` ranks have joined. Returns the connections that were made in the meantime,
-    and the ports at which connections of other ranks were accepted.
+    and the ports at which connections of other ranks were accepted. Raises RuntimeError or an error of torch if the
+    group cannot be formed.
     """
     global _is_set_up, _store, _ddip_group, _released
     _store, _released = rank_spec.store, False
@@ -190,7 +191,10 @@ def find_replaced() -> dict[str, str]:
 
 
 def check_group() -> None:
-    """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do; raises if this rank cannot."""
+    """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do; raise an error if this rank cannot.
+
+    All ranks must call this; it waits for them.
+    """
     names: dict[str, Any] = {"device": gpu.device}
     exec(CHECK, names)
     if names["total"] != names["size"]:
@@ -211,9 +215,10 @@ def adopt_group(former_port: int, port: int) -> bool:
 
 
 def release_group(store: str, connections: list[Ends]) -> bool:
-    """Abort all waiting collectives of the group that was formed through `store`.
+    """Abort all waiting collectives of the group that was formed through `store`, and mark it as released.
 
-    Returns whether this cuts off work on the GPU, whose results are then undefined.
+    Does nothing if this rank has joined another group since. `connections`: those between ranks, to be shut down. Slow
+    steps continue on a thread. Returns whether this cuts off work on the GPU, whose results are then undefined.
     """
     global _released
     if store != _store:  # too late: the control thread was delayed, and this rank has joined another group since

@@ -43,7 +43,10 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def current_vitals(every: float, keep: float) -> Vitals:
-    """Return the current figures, and sample waits each `every` seconds for the next `keep` seconds."""
+    """Return the current figures without waiting; also sample the main thread's waits for other ranks from now on.
+
+    Samples are taken each `every` seconds for the next `keep` seconds.
+    """
     waiting.watch(every, keep)
     common = rank_figures()
     return {

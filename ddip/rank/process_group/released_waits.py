@@ -18,7 +18,7 @@ LOST_SECONDS = 0.2
 
 
 def end_all(is_over: Callable[[float], bool], interrupt: Callable[[], None]) -> None:
-    """End lost waits until two checks in a row find no waits, or until this rank joins another group.
+    """End lost waits until two checks in a row find no waits, or until this rank joins another group; blocks.
 
     `is_over` sleeps for the given number of seconds and returns whether this rank has begun to join another group.
     `interrupt` interrupts the cell.

@@ -99,7 +99,7 @@ class Tally:
         return counted
 
     def enter(self, is_collective: bool) -> None:
-        """Note that the current thread begins an operation."""
+        """Note that the current thread begins an operation, a collective or else a send or receive."""
         ident = threading.get_ident()
         if ident != threading.main_thread().ident:
             thread = threading.current_thread()
@@ -174,7 +174,7 @@ class Tally:
 
 
 def note_work(work: Any, tally: Tally, direction: str, number: int) -> None:
-    """Note that `work` belongs to operation `number` of this `direction`, "" for a collective."""
+    """Note that `work` belongs to operation `number` of this `direction` in `tally`; "" for a collective."""
     with contextlib.suppress(TypeError):  # a third-party backend's work, or None
         works[work] = tally, direction, number
 

@@ -51,7 +51,7 @@ BEGIN, END = b'"traceEvents": [', b'"traceName"'
 
 
 def write_trace(parts: list[IO[bytes]], to: IO[bytes]) -> None:
-    """Write one compressed trace: the first part with the events of the others added; closes `parts`."""
+    """Write one compressed trace `to` a file: the first part with the events of the others; closes `parts`."""
     with gzip.GzipFile(fileobj=to, mode="wb", compresslevel=4) as packed:
         tail = b""
         for number, part in enumerate(parts):

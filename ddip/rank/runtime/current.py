@@ -10,7 +10,7 @@ _rich = True  # returned by `is_rich`
 
 
 def begin_cell(name: str, ranks: list[int], rich: bool) -> None:
-    """Store the facts about a cell that begins on `ranks`; `rich` says that the notebook can show HTML."""
+    """Store the facts about the cell `name` that begins on `ranks`; `rich`: the notebook can show HTML."""
     global _name, _ranks, _rich
     _name, _ranks, _rich = name, tuple(ranks), rich
 

@@ -80,7 +80,7 @@ class Cells:
         return None if started is None else time.perf_counter() - started
 
     def begin_request(self, doing: str) -> None:
-        """Mark the start of a ddip request."""
+        """Mark the start of a ddip request; `doing` is its name in messages."""
         self.doing, self._started = doing, time.perf_counter()
 
     def end_request(self) -> None:

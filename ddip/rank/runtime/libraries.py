@@ -101,7 +101,7 @@ class InterruptDelay:
     def wait(self, frame: FrameType | None) -> float | None:
         """Return the seconds until the next try of an interrupt at `frame`; None if it may be raised now.
 
-        Call this at each try.
+        Does not wait. Call this at each try.
         """
         now = time.monotonic()
         if library_in(frame):

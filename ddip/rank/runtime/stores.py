@@ -63,7 +63,10 @@ def patch_stores(released: Callable[[], bool]) -> None:
 
 
 def serve_store(address: str) -> int:
-    """Serve the store of the next group on a free port of `address` only; return the port."""
+    """Serve the store of the next group on a free port of `address` only; return the port.
+
+    A store that was served for a group that never formed ends.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=BACKLOG)
     port = int(listener.getsockname()[1])
@@ -86,9 +89,10 @@ def find_server(store: str) -> tuple[str, int]:
 
 
 def connect_store(store: str, rank: int, seconds: float) -> Any:
-    """Return the store ``tcp://address:port/number`` for use by `rank`; rank 0 serves it already.
+    """Connect to the store ``tcp://address:port/number`` for use by `rank`, and return it.
 
-    Raises DistStoreError if the store cannot be reached within `seconds`, or the wait is aborted.
+    Rank 0 serves it already, and gets that store without connecting. Raises DistStoreError if the store cannot be
+    reached within `seconds`, or the wait is aborted.
     """
     address, port = find_server(store)
     if rank == 0:

@@ -58,7 +58,10 @@ class CellLog:
 
 
 def open_log(request: str, prefix: str, rank: int) -> None:
-    """Open the log ``{prefix}.{rank}.log`` for the output of the cell with this `request` id."""
+    """Open the log ``{prefix}.{rank}.log`` for the output of the cell with this `request` id; empty it first.
+
+    Beyond MAX_OPEN_LOGS, the oldest log is closed. Never raises: `finish_log` reports an error.
+    """
     _logs[request] = CellLog(f"{prefix}.{rank}.log")
     if len(_logs) > MAX_OPEN_LOGS:
         _logs.pop(next(iter(_logs))).close()
@@ -76,7 +79,7 @@ def write_text(request: str, text: str) -> None:
 
 
 def finish_log(request: str, traceback: list[str]) -> str:
-    """Append the lines of `traceback` without ANSI colors when the cell has ended.
+    """Append the lines of `traceback` without ANSI colors when the cell has ended; it must have a log.
 
     Returns a message for the user if the log could not be written, otherwise an empty string. The file stays open.
     """
