@@ -168,7 +168,11 @@ MOST_GPUS = 64
 
 
 def parse_line(magic: Any, name: str, line: str) -> Any:
-    """Parse the arguments of `magic`, which users call `name`; raise BadInput for an invalid `line`."""
+    """Parse the arguments that were typed after `magic`, which users call `name`, and return them by attribute.
+
+    Comments and quotes are removed. Raises BadInput, with the line to type instead, for an invalid `line` and for
+    ``--help``.
+    """
     line = COMMENT.sub("", line).rstrip().removesuffix(";")  # users type ";" to hide the value of a line
     if name == "%%dip" and is_code(line):
         raise BadInput(f"%%dip {line.strip()}: {CODE_BELOW}")
@@ -217,7 +221,7 @@ def parse_flag(typed: str) -> bool:
 
 
 def parse_seconds(typed: str, option: str, least: float) -> float:
-    """Parse a number of seconds; raises BadInput for the `option` if it is invalid or less than `least`."""
+    """Parse a number of seconds; raise BadInput, which names the `option`, if it is invalid or less than `least`."""
     try:
         found = float(typed)
     except ValueError:
@@ -241,7 +245,7 @@ def peek_timeout(args: Any, line: str) -> float | None:
 
 
 def refuse_rank_options(parser: MagicArgumentParser, args: Any) -> None:
-    """Raise BadInput for an option of ``%%dip local``: all of them are for cells on ranks."""
+    """Raise BadInput if an option of ``%%dip local`` was typed: all of them are for cells on ranks."""
     for action in parser._actions:
         if action.option_strings and getattr(args, action.dest) != action.default:
             option = action.option_strings[0]
@@ -370,9 +374,10 @@ def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str
 def names_and_ranks(
     names: list[str], typed: list[str] | None, size: int, magic: str
 ) -> tuple[list[str], list[int] | None]:
-    """Return names and ranks; raises BadInput.
+    """Return the names of variables, each once, and the ranks, or None if no ``-r`` was `typed`.
 
-    In ``-r 1 model`` the words after the ranks are names, as a user expects.
+    `names`: words before ``-r``; `typed`: words after it; `size`: number of ranks; `magic`: for messages. In ``-r 1
+    model`` the words after the ranks are names, as a user expects. Raises BadInput, also if there is no name.
     """
     words = list(typed or [])
     split = next((i for i, word in enumerate(words) if word.strip(",").isidentifier() and word != "all"), len(words))
@@ -434,14 +439,17 @@ def parse_ranks(words: Sequence[str], world_size: int, option: str) -> list[int]
 
 
 def parse_rank(typed: str, size: int, option: str) -> int:
-    """Parse the number of one rank; raise BadInput."""
+    """Parse the number of one rank of `size`; raise BadInput, which names the `option`."""
     if not re.fullmatch(r"\d+", typed, re.ASCII) or int(typed) >= size:
         raise BadInput(f"{option} {typed}: type one rank from 0 to {size - 1}, such as {option} 0")
     return int(typed)
 
 
 def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:
-    """Parse ``--from 0 model opt`` into a rank and names of variables; raise BadInput."""
+    """Parse the words after ``--from``, such as ``0 model opt``, into a rank and names of variables; raise BadInput.
+
+    Without the option, return None and no names. `size`: number of ranks.
+    """
     if typed is None:
         return None, []
     option = f"--from {' '.join(typed)}"

@@ -33,7 +33,10 @@ WAITS = "%dipwait"
 
 
 def status_now(group: Group | None, history: History) -> Status:
-    """Return the status of a running `group`, if any, and of the last cells in `history`."""
+    """Return the status of `group`, which must be running or None, and of the last cells.
+
+    Asks all ranks, which answer even during a cell. `history` has the cells if there is no group.
+    """
     with folder.left_out():
         from ddip.group.status import LISTED, group_status, last_cells
 

@@ -54,7 +54,8 @@ class Answer:
 def call(name: str, arguments: str = "{}", before: float | None = None) -> Answer:
     """Call the function `name` of this module with `arguments`, a JSON object; never raises.
 
-    After the time `before`, in seconds since 1970, it does nothing: the kernel was busy, and the caller has given up.
+    The answer has ``ok``, the result, or else ``error``, the class of the exception, and ``message``. If the time is
+    after `before`, in seconds since 1970, nothing is called: the kernel was busy, and the caller has given up.
     """
     if before is not None and time.time() > before:
         return _make_answer({"error": TOO_LATE, "message": "the kernel was busy; nothing was done"})
@@ -84,7 +85,10 @@ def status() -> Status:
 
 
 def start(arguments: str = "") -> Status:
-    """Run ``%makedip`` with `arguments`, as a user would type them, and return the status."""
+    """Run ``%makedip`` with `arguments`, as a user would type them, wait for the group, and return the status.
+
+    Loads ddip if necessary. Raises the errors of ``%makedip``: BadInput, GroupError or RequestInterrupted.
+    """
     _load_magics().makedip(arguments)
     return status()
 
@@ -95,7 +99,11 @@ def run(
     timeout: float | None = None,
     queue: bool = False,
 ) -> CellStatus:
-    """Start a cell in the background, as ``%%dip --bg -S all`` does, and return its status at once."""
+    """Start a cell in the background, as ``%%dip --bg -S all`` does, and return its status at once.
+
+    `ranks`: default all; `timeout` in seconds, default none; `queue`: wait for other cells of these ranks instead of
+    raising GroupError. Raises NoGroup if there is no group, and BadInput.
+    """
     from ddip.group.cells.cell_status import status_of
 
     magics = _load_magics()
@@ -115,7 +123,7 @@ def run(
 
 
 def poll(number: int | None = None) -> CellStatus:
-    """Return the status of a cell; without a number, of the last one."""
+    """Return the status of the cell `number`, or of the last cell for None; raise BadInput if there is none."""
     from ddip.group.cells.cell_status import status_of
 
     return status_of(_find_cell(number))
@@ -124,7 +132,11 @@ def poll(number: int | None = None) -> CellStatus:
 def output(
     number: int | None = None, ranks: Sequence[int] | None = None, characters: int = TEXT_CHARACTERS
 ) -> CellData:
-    """Return the output of each rank so far, cut to the last `characters` per rank, and the errors."""
+    """Return the output of each rank so far, cut to the last `characters` per rank, and the errors.
+
+    `number` as in `poll`; `ranks`: only these, default all that ran the cell. Raises BadInput for other ranks and
+    cells.
+    """
     from ddip.group.cells.cell_status import data_of
 
     cell = _find_cell(number)
@@ -153,7 +165,11 @@ def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def stop(number: int | None = None) -> CellStatus:
-    """Stop a background cell, as ``%dipstop`` does, and return its status."""
+    """Stop the background cell `number`, as ``%dipstop`` does, wait until it has ended, and return its status.
+
+    None means the only one that runs. Raises BadInput if there is none or several, and GroupError if a rank does not
+    stop.
+    """
     magics, typed = _load_magics(), "" if number is None else str(number)
     known = [cell for cell in magics.history.background if not cell.done.done()]
     _cell_magics().dipstop(typed)
@@ -161,7 +177,10 @@ def stop(number: int | None = None) -> CellStatus:
 
 
 def repair(names: Sequence[str] = (), source: int = 0) -> Status:
-    """Replace ended ranks, as ``%makedip --repair`` does, and copy `names` to them from the rank `source`."""
+    """Replace ended ranks, as ``%makedip --repair`` does, copy `names` to them from rank `source`; return the status.
+
+    Raises the errors of ``Group.repair``.
+    """
     _load_magics().makedip(" ".join(["--repair", *([f"--from {source}", *names] if names else [])]))
     return status()
 

@@ -29,7 +29,10 @@ EXTENSIONS = "IPython.core.extensions"
 
 
 def load_extension(shell: InteractiveShell) -> None:
-    """Register the magics and start the preload process, if enabled; a reload keeps the existing magics."""
+    """Register the magics and start the preload process, if enabled, without waiting for it.
+
+    If the magics exist already, as in a reload, only say that the group was kept.
+    """
     kept = shell.magics_manager.registry.get(DipMagics.__name__)
     if isinstance(kept, DipMagics):
         if kept.group is not None and kept.group.alive:

@@ -53,7 +53,7 @@ class DipMagics(Traits):
             print(f"ddip: {text}")
 
     def require_group(self, what: str) -> Group:
-        """Return the group, which the command `what` needs; raises NoGroup."""
+        """Return the running group; raise NoGroup, which names the command `what`, if there is none."""
         if self.group is None or not self.group.alive:
             raise NoGroup(what)
         return self.group

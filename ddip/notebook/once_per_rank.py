@@ -37,7 +37,7 @@ class OncePerRank:
         """The kinds that the user has been told about: ``shell``, ``file``."""
 
     def after_cell(self, cell: str) -> None:
-        """Tell the user about the effects of `cell`, which has run on several ranks."""
+        """Tell the user about the effects of `cell`, which has run on several ranks, unless told before."""
         if len(self._told) == 2 or not POSSIBLE.search(cell):
             return
         found = {text: kind for kind, text in find_effects(cell) if kind not in self._told}

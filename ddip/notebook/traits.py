@@ -101,7 +101,7 @@ class Traits(Magics):
 
     @cached_property
     def history(self) -> History:
-        """The cells of all groups of this notebook, in order."""
+        """The history of the cells of all groups of this notebook, created on first use."""
         with folder.left_out():
             from ddip.group.cells.history import History
 

@@ -158,7 +158,7 @@ class LiveView:
         self._wake.set()
 
     def end(self, text: str) -> None:
-        """Stop the thread, and replace the table by `text`."""
+        """Stop the thread, wait for it at most END_SECONDS, and replace the table by `text`."""
         self._ended.set()
         self._wake.set()
         self._thread.join(END_SECONDS)
