@@ -96,7 +96,10 @@ class CallPayload:
         self.homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
-        """Return the pickle reduction of a function or class; number and record those of the notebook."""
+        """Return the pickle reduction of a function or class: a numbered one for those of the notebook, else `reduced`.
+
+        `reduced`: its usual reduction. Records its number, and the globals, modules and source lines that it needs.
+        """
         if not self._is_from_notebook(obj):
             return reduced
         if isinstance(obj, FunctionType):
@@ -146,7 +149,7 @@ class CallPayload:
         return file.getvalue(), buffers
 
     def pack_small(self, obj: Any) -> bytes:
-        """Pickle `obj`; raises _TooLarge if that takes more than `LIMIT` bytes."""
+        """Pickle `obj`; raise _TooLarge if that takes more than `LIMIT` bytes, and any error of pickling."""
         file = _LimitedBuffer()
         _Pickler(file, self).dump(obj)
         return file.getvalue()
@@ -181,10 +184,11 @@ def pack_call(
     imports: str,
     payload: CallPayload,
 ) -> calls.Call:
-    """Pack the call that is sent to the ranks.
+    """Pack the call ``fn(*args, **kwargs)`` for the ranks; `payload` collects what is packed.
 
-    Raises TransferError if the function, an argument or an object in `needed` cannot be pickled. Other globals that
-    cannot be pickled are listed in ``payload.not_sent``; a rank gives that reason if the function misses one.
+    `needed`: objects to send whatever their size, by name; `imports`: import statements to run before the call. Raises
+    TransferError if the function, an argument or an object in `needed` cannot be pickled. Other globals that cannot be
+    pickled are listed in ``payload.not_sent``; a rank gives that reason if the function misses one.
     """
     references: dict[str, bytes] = {}
     named = fn, args, dict(kwargs), dict(needed)

@@ -68,7 +68,7 @@ async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], sec
 def answer_in(content: dict[str, Any]) -> Any:
     """Return the result in the content of an execute_reply.
 
-    Raises KernelError if it contains an error or no result.
+    Raises KernelError if it contains an error or no result, and KernelBusy if the call was not made in time.
     """
     expression = content.get("user_expressions", {}).get(KEY, {})
     if expression.get("status") == "error":

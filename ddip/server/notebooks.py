@@ -17,7 +17,8 @@ def describe_session(session: dict[str, Any]) -> dict[str, str]:
 def choose_notebook(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
     """Return the notebook whose path, file name or kernel id is `typed`, or the only one if that is empty.
 
-    Raises KernelError if none or several match.
+    `sessions`: those of the Jupyter server; the result is that of `describe_session`. Raises KernelError if none or
+    several match.
     """
     open_now = [describe_session(session) for session in sessions]
     if not open_now:

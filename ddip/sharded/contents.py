@@ -70,7 +70,10 @@ class _Pickler(pickle.Pickler):
 
 
 def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
-    """Return the present state by unit name; the tensors are not copied."""
+    """Return the present state of these objects and of the process's random number generators, by unit name.
+
+    The tensors are not copied.
+    """
     units = {f"model.{name}": value for name, value in model.state_dict().items()}
     if optimizer is not None:
         state = optimizer.state_dict()

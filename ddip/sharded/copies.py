@@ -164,6 +164,8 @@ class CopyStore:
 def complete_saves(held: list[list[Held]]) -> dict[int, Holders]:
     """Return the saves for which some rank holds each rank's copy, with the holders, by serial.
 
+    `held`: by rank, the copies that it holds (`CopyStore.held`).
+
     >>> complete_saves([[(4, 0, 2), (4, 1, 2), (5, 0, 2)], [(4, 1, 2)]])
     {4: {0: [0], 1: [0, 1]}}
     """
@@ -171,7 +173,10 @@ def complete_saves(held: list[list[Held]]) -> dict[int, Holders]:
 
 
 def missing_ranks(held: list[list[Held]]) -> str:
-    """Return a text that names the ranks whose copies of the newest save are lost."""
+    """Return a text that names the ranks whose copies of the newest save are lost; some rank must hold a copy.
+
+    `held` as in `complete_saves`.
+    """
     size, holders = max(_holders_by_save(held).items())[1]
     return f"rank {', '.join(str(rank) for rank in range(size) if rank not in holders)} of {size}"
 
@@ -185,12 +190,14 @@ def _holders_by_save(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
 
 
 def fewest_copies(holders: Holders) -> int:
-    """Return the smallest number of copies that exist of any rank's state."""
+    """Return the smallest number of copies that exist of any rank's state; `holders`: ranks with a copy, by rank."""
     return min(map(len, holders.values()))
 
 
 def needed_save(saves: dict[int, Holders], wanted: int) -> int | None:
-    """Return the save that must survive the next one: the newest with `wanted` copies, or with the most.
+    """Return the serial of the save that must survive the next one; None if there is none.
+
+    It is the newest with `wanted` copies of each rank's state, or else the newest with the most.
 
     >>> needed_save({4: {0: [0, 1], 1: [0, 1]}, 5: {0: [0], 1: [1]}}, 2)
     4
