@@ -278,7 +278,7 @@ def notices_in(page: CellOutputArea) -> Iterator[None]:
 
 
 def notify(text: str) -> None:
-    """Print a warning of ddip to stderr below the cell."""
+    """Print a warning of ddip to stderr below the running cell, or below that of `notices_in`."""
     _print_notice("stderr", text)
 
 

@@ -138,7 +138,7 @@ class WidgetBars:
             return self._shown[model].display_id
 
     def moved(self) -> list[ShownBar]:
-        """Return the bars whose text has changed since the last call."""
+        """Return the bars whose text has changed since the last call, and forget those that are closed."""
         with self._lock:
             moved, self._moved = list(self._moved), {}
             changed = [self._shown[model] for model in moved if self._update_text(model)]

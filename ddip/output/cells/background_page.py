@@ -62,7 +62,7 @@ class BackgroundOutput(CellOutput):
         return tabs
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """Show the rest of the output as `CellOutput` does.
+        """Show the rest of the output as `CellOutput` does, and return the ranks whose errors are shown.
 
         `note` is omitted, as the first line shows the outcome; `beside` is added to that line if it can be changed.
         """
@@ -151,7 +151,7 @@ class Differing(CellOutput):
         self._here = here
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """Show the ranks that differ, and finish as `CellOutput` does.
+        """Show only the ranks that differ, finish as `CellOutput` does, and return the ranks whose errors are shown.
 
         Even a single rank has a label, because text without one is the notebook's.
         """
@@ -167,7 +167,7 @@ class Differing(CellOutput):
 
 
 def shown_by(messages: Sequence[Message]) -> Shown:
-    """Return the text of `messages`."""
+    """Return the text that `messages` show: stdout with the value of the last line, and stderr."""
     out, err = "", ""
     for message in messages:
         content = message["content"]

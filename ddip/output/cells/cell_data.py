@@ -28,7 +28,10 @@ class Part:
 
 
 def cell_data(number: int, outcome: CellOutcome | None, seconds: float, parts: Mapping[int, Part]) -> CellData:
-    """Return the data of one cell, with text that several ranks have shown only once."""
+    """Return a cell as plain data, with the `parts` by rank.
+
+    A text that several ranks have shown is there once, for the first; the others have its rank in ``same_text_as``.
+    """
     first: dict[str, int] = {}
     ranks = {}
     for rank, part in sorted(parts.items()):
@@ -46,7 +49,11 @@ def cell_data(number: int, outcome: CellOutcome | None, seconds: float, parts: M
 
 
 def state_of(error: RankError | None, replied: bool, outcome: CellOutcome | None, begun: bool = True) -> PartState:
-    """Return the state of a cell on a rank that raised `error`, if any, and has `replied` or not."""
+    """Return the state of a cell on one rank, in the words of the data format.
+
+    `error`: the rank's error, None without one; `replied`: the cell has ended there; `outcome`: that of the cell, None
+    while it runs; `begun`: it was sent to its ranks.
+    """
     if error is not None and error.name == RANK_ENDED:
         return "ended"
     if not begun:

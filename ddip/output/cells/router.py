@@ -108,7 +108,10 @@ class CellOutput:
         return Labels(self.page, limit)
 
     def receive(self, rank: int, message: Message) -> None:
-        """Show one message, or keep it for the end of the cell."""
+        """Show one message, or keep it for the end of the cell if the cell is quiet.
+
+        Of ranks that are not in `show_ranks`, only widget messages are used.
+        """
         with lock:
             if rank not in self.show_ranks:
                 if message["header"]["msg_type"] in COMM:
@@ -172,7 +175,10 @@ class CellOutput:
         _late_thread.submit(self._guard.around(self.late), rank, message)
 
     def late(self, rank: int, message: Message) -> None:
-        """Show a message that came after the end of the cell, from a thread or a widget's callback."""
+        """Show a message that came after the end of the cell, from a thread or a widget's callback.
+
+        It may wait for the page; `show_late` does not.
+        """
         if message["header"]["msg_type"] == "error":  # not the cell's error, which comes with its reply
             traceback = "\n".join(message["content"]["traceback"])
             message = {"header": {"msg_type": "stream"}, "content": {"name": "stderr", "text": f"{traceback}\n"}}

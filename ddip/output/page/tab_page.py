@@ -70,7 +70,8 @@ class Tab:
 def buttons_html(name: str, ranks: Sequence[int]) -> str:
     """Return the HTML of the output that never changes: a radio button per rank.
 
-    None is selected at first, because it is not known yet which rank fails. JupyterLab leaves arrow keys to them.
+    `name`: prefix of the element IDs, unique on the page. None is selected at first, because it is not known yet which
+    rank fails. JupyterLab leaves arrow keys to them.
     """
     inputs = "".join(
         f'<input type="radio" name="{name}" id="{name}-{rank}" aria-label="rank {rank}"'
@@ -82,9 +83,10 @@ def buttons_html(name: str, ranks: Sequence[int]) -> str:
 
 
 def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """Return the HTML of the output that changes: labels and tabs.
+    """Return the HTML of the output that changes: labels and `tabs`, and the line `note`, which may be empty.
 
-    Until the user selects a tab, the first that has failed is visible, else the first with any output.
+    `name` as in `buttons_html`. Until the user selects a tab, the first that has failed is visible, else the first with
+    any output.
     """
     labels = "".join(_label_html(name, number, tab) for number, tab in enumerate(tabs))
     if note:

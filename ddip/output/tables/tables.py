@@ -38,7 +38,7 @@ def places_text(places: Mapping[int, StackLocation | None]) -> str:
 
 
 def way_out(stuck: Sequence[int]) -> str:
-    """Return what a user can do about ranks that do not stop."""
+    """Return advice for the user about ranks that do not stop."""
     those = "that rank" if len(stuck) == 1 else "those ranks"
     return (
         f"wait until {'it returns' if len(stuck) == 1 else 'they return'} from there, or type %makedip --repair: "
@@ -57,9 +57,10 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 
 
 def where_text(seconds: Mapping[int, float], *, name_slowest: bool = True) -> str:
-    """Format the ranks and duration of a cell, with the slowest rank if it clearly lags.
+    """Format the ranks and duration of a cell, with the slowest rank if it clearly lags; empty without `seconds`.
 
-    `name_slowest` is False for a failed cell: the rank that took longest may only have waited for the one that failed.
+    `seconds`: duration by rank. `name_slowest` is False for a failed cell: the rank that took longest may only have
+    waited for the one that failed.
     """
     if not seconds:
         return ""
@@ -194,7 +195,7 @@ def html_table(
 
 
 def still_text(stuck: Sequence[int], busy: Mapping[int, str]) -> str:
-    """Describe `stuck` ranks: each runs an interrupted cell, or the operation that `busy` has for it."""
+    """Describe `stuck` ranks: each runs an interrupted cell, or the operation that `busy` has for it, by rank."""
     running = [rank for rank in stuck if rank not in busy]
     parts = [f"{ranks_text(running)} {_to_be(running)} still running the interrupted cell"] if running else []
     for doing in dict.fromkeys(busy.values()):

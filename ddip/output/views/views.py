@@ -19,7 +19,11 @@ class View(Protocol):
     """The layout of the output of a cell's ranks."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Add text of a stream; if `line` is given, it replaces the stream from there on (``Screen.jump``)."""
+        """Add `text` of a stream; if `line` is given, it replaces the stream from there on (``Screen.jump``).
+
+        `stream`: ``stdout`` or ``stderr``; `cut`: number of characters that the rank has left out of that line before
+        it.
+        """
 
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Show a MIME bundle."""
@@ -28,7 +32,7 @@ class View(Protocol):
         """Update an earlier display."""
 
     def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """Show the value of the cell's last line."""
+        """Show the value of the cell's last line, labelled with `number`, that of the cell on the rank."""
 
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the rank's output; with `wait`, before its next output."""
