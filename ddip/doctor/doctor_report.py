@@ -32,17 +32,23 @@ class Check:
 
 
 def ok(name: str, found: str) -> Check:
-    """Report a check with nothing to do."""
+    """Return the result of the check `name` if there is nothing to do; `found` is shown. Prints nothing."""
     return Check(name, "ok", found)
 
 
 def warning(name: str, found: str, advice: str) -> Check:
-    """Report that ddip works, but something may be slower, smaller or different than the user expects."""
+    """Return a result: ddip works, but something may be slower, smaller or different than the user expects.
+
+    `found` says what, and `advice` what to do.
+    """
     return Check(name, "warning", found, advice)
 
 
 def failed(name: str, found: str, advice: str) -> Check:
-    """Report that ddip cannot work, or cannot use hardware that this machine has."""
+    """Return a result: ddip cannot work, or cannot use hardware that this machine has.
+
+    `found` says why, and `advice` what to do.
+    """
     return Check(name, "failed", found, advice)
 
 

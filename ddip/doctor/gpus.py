@@ -40,7 +40,7 @@ class Gpu:
 
 
 def parse_table(text: str) -> list[Gpu]:
-    """Parse CSV without header and units; skip lines that are not part of the table."""
+    """Parse the CSV of ``nvidia-smi`` without header and units; skip lines that are not part of the table."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",", 4)]
@@ -51,9 +51,9 @@ def parse_table(text: str) -> list[Gpu]:
 
 
 def query_nvidia_smi() -> list[Gpu]:
-    """Return the GPUs that ``nvidia-smi`` lists; none if there is no such program.
+    """Run ``nvidia-smi``, and return the GPUs that it lists; none if there is no such program.
 
-    Raises RuntimeError if it fails or does not answer.
+    Raises RuntimeError if it fails, or does not answer within SMI_SECONDS.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

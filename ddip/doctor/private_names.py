@@ -87,7 +87,7 @@ def check_names() -> Check:
 
 
 def judge_names(check: str, reports: Sequence[NamesReport]) -> Check:
-    """Return the check of this name for the `reports` of one or more libraries."""
+    """Return the result of the check named `check`, for the `reports` of one or more libraries."""
     lines, tested = [], {}
     for one in reports:
         found = [f"{feature} (missing: {', '.join(names)})" for feature, names in one["off"].items()]

@@ -51,7 +51,7 @@ def check_packages() -> Check:
 
 
 def judge_packages(requires: Sequence[str] | None, version_of: VersionOf) -> Check:
-    """Judge the installed versions.
+    """Judge the installed versions, which `version_of` returns by package.
 
     `requires`: lines as in a wheel's metadata, None if ddip is not installed as a package.
     """

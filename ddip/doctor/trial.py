@@ -83,9 +83,10 @@ def _trial_environment() -> Iterator[None]:
 
 
 def judge_start(backend: str, totals: list[float], start_seconds: float, reduce_seconds: float, spawned: str) -> Check:
-    """Judge a start of ranks.
+    """Judge a start of ranks over `backend`.
 
-    `totals`: the sum on each rank; `spawned`: why ranks were spawned although they should be forked, or empty.
+    `totals`: the sum on each rank; `start_seconds`, `reduce_seconds`: duration of the start and of the all_reduce;
+    `spawned`: why ranks were spawned although they should be forked, or empty.
     """
     name, where, ranks = f"start-{backend}", "the CPU" if backend == "gloo" else "GPUs", len(totals)
     found = f"ranks on {where}: {ranks}, started in {start_seconds:.1f} s, all_reduce in {reduce_seconds:.3f} s"
@@ -100,7 +101,7 @@ def judge_start(backend: str, totals: list[float], start_seconds: float, reduce_
 
 
 def judge_failure(backend: str, error: str) -> Check:
-    """Report the `error` with which the start of a group, or its cell, failed."""
+    """Return a failed check for the `error` with which the start of a group over `backend`, or its cell, failed."""
     advice = (
         "fix the failed checks above first; if there are none, run this in a fresh environment, and report both results"
     )

@@ -115,5 +115,5 @@ def find_off(*tables: Names) -> dict[str, dict[str, list[str]]]:
 
 
 def describe_off(library: str, features: Iterable[str]) -> str:
-    """Return the line that tells a user of `features` that are off; `library`: a key of `find_off`."""
+    """Return the line that tells a user which `features` are off; `library`: a key of `find_off`."""
     return f"{library} lacks private names that ddip uses; {'; '.join(features)}. python -m ddip doctor names them"

@@ -78,7 +78,10 @@ class Remote(Generic[P, R]):
 
 
 def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callable[[Callable[P, R]], Remote[P, R]]:
-    """Return a decorator that makes a `Remote` of a function without a body."""
+    """Return a decorator that makes a `Remote` of a function without a body, which has the types of `target`.
+
+    `label`: what the rank does, for messages; `own_thread` as in `RemoteCall`.
+    """
     return lambda signature: Remote(target, label or target, signature, own_thread)
 
 

@@ -25,14 +25,17 @@ _own: list[Any] = []
 
 
 def make_definition(number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Make a function or class of the notebook on this rank, and remember the notebook's `number` for it."""
+    """Make a function or class of the notebook on this rank, and remember the notebook's `number` for it.
+
+    Pickles of a call refer to this function: ``make(*args)`` makes the object.
+    """
     made = make(*args)
     _sent[id(made)] = (made, number)
     return made
 
 
 def notebook_definition(number: int) -> Any:
-    """Return the notebook's own function or class for the `number` that a rank sent back."""
+    """Return the notebook's own function or class for the `number` that a rank sent back, during `unpack_answer`."""
     return _own[number]
 
 
@@ -115,8 +118,9 @@ class Answer:
 def unpack_answer(answer: Answer, sent: Sequence[Any]) -> Any:
     """Return the result of the call, in the notebook.
 
-    Functions and classes that were sent are the notebook's own objects again. Sets the globals that functions of the
-    result read and the notebook lacks. Raises what the pickled classes raise.
+    `sent`: functions and classes that the call carried, by number; in the result, they are the notebook's own objects
+    again. Sets the globals that functions of the result read and the notebook lacks. Raises what the pickled classes
+    raise.
     """
     _own[:] = sent
     loader = Loader({name: Pickled([memoryview(part) for part in parts]) for name, parts in answer.parts.items()})

@@ -232,7 +232,10 @@ def _reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def find_class(name: str, digest: str, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-    """Return the receiver's class of that name if it has the same definition, otherwise a new one."""
+    """Return the receiver's class `name` if it has the same definition, else a new one, ``make(*args)``.
+
+    `digest`: that of the sender's definition.
+    """
     own = main_variables().get(name)
     is_same = isinstance(own, type) and own.__module__ == "__main__" and definitions.compute_digest(own) == digest
     return own if is_same else make(*args)  # type: ignore[return-value]
@@ -650,9 +653,9 @@ def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any
 
 
 def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping[str, Any]) -> list[str]:
-    """Describe the links to variables that are not sent: models, optimizers, parameters and hooks.
+    """Describe the links of pickled objects to variables that are not sent: models, optimizers, parameters and hooks.
 
-    `sent` has the ids of the objects that are sent.
+    `graph`: the pickles; `sent`: ids of the objects in them; `variables`: all variables of the sender.
     """
     found = [f"{name} has a hook of a parameter or optimizer" for name in graph.with_hooks]
     unsent = {name: value for name, value in variables.items() if not name.startswith("_") and id(value) not in sent}
@@ -694,7 +697,7 @@ class Loader:
             self._unpickler = pickle.Unpickler(io.BytesIO(data), buffers=buffers)
 
     def load(self, name: str) -> Any:
-        """Return the next object, whose name is `name`.
+        """Return the object `name`; call it once per name, in the order of the names.
 
         Raises what its classes raise; no other object can be loaded after that.
         """
