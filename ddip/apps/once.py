@@ -40,11 +40,11 @@ def once_per_host(
 ) -> Any:
     """Call `fetch` on the first rank of this host; the others wait, then return the result of `found`.
 
-    If `fetch` fails, the others raise a RuntimeError that names the error. With `same_error` they raise the error
-    itself, for code that catches it, or call `found` if it cannot be pickled.
-
-    `patience` is the time in seconds within which the first rank must begin; None means no limit. If the first rank's
-    nth call of a `kind` is different work from this rank's nth call, this rank stops waiting.
+    `what`: name of the work, for messages and to match the ranks' calls. If `fetch` fails, the others raise a
+    RuntimeError that names the error. With `same_error` they raise the error itself, for code that catches it, or call
+    `found` if it cannot be pickled. `patience` is the time in seconds within which the first rank must begin; None
+    means no limit. If the first rank's nth call of a `kind` is different work from this rank's nth call, this rank
+    stops waiting. In a cell on some ranks only, each calls `fetch`.
     """
     if not rank_exchange.on_all_ranks():
         return fetch()

@@ -63,9 +63,10 @@ class Job:
         return self.common is not None
 
     def begin(self) -> None:
-        """Give model, optimizer and seeds of rank 0 to all ranks. A collective.
+        """Give model, optimizer and seeds of rank 0 to all ranks, then seed each rank differently. A collective.
 
-        Raises TypeError if the data cannot be divided, and ValueError on all ranks if they have different data.
+        `end` restores the common random state. Raises TypeError if the data cannot be divided, and ValueError on all
+        ranks if they have different data.
         """
         learn = self.learn
         learn.model.to(getattr(learn.dls, "device", None))

@@ -72,7 +72,10 @@ class BatchRecord:
 
 
 def merge_states(learn: Learner, metrics: Sequence[Metric], record: BatchRecord) -> None:
-    """Give each metric the state accumulated by all ranks together. A collective."""
+    """Give each metric the state accumulated by all ranks together. A collective.
+
+    `record`: this rank's batches, which are replayed to metrics that `needs_batches`.
+    """
     states = [{name: vars(metric).get(name) for name in _state_attributes(metric)} for metric in metrics]
     replayed = [metric for metric in metrics if needs_batches(metric)]
     all_ranks = rank_exchange.gather_objects((states, record.batches if replayed else []))

@@ -36,7 +36,10 @@ def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
 
 
 def count_steps(batches: int, size: int, *, drop_last: bool) -> int:
-    """Return the number of steps that `size` ranks need for `batches`; at least 1 if there is a batch."""
+    """Return the number of steps that `size` ranks need for this number of `batches`; at least 1 if there is a batch.
+
+    `drop_last`: leave out a last step that has no batch for some rank.
+    """
     steps = batches // size if drop_last else -(-batches // size)
     return max(steps, min(batches, 1))
 
@@ -84,5 +87,5 @@ def in_order(parts: Sequence[Sequence[T]]) -> list[T]:
 
 
 def items_of(idxs: Sequence[T], bs: int, batches: Sequence[int]) -> list[T]:
-    """Return the items of `batches`, for batch size `bs`, in order."""
+    """Return the items of the batches with these numbers, in order; `idxs`: all items, `bs`: batch size."""
     return [item for batch in batches for item in idxs[batch * bs : (batch + 1) * bs]]

@@ -47,7 +47,10 @@ class Reductions:
         return stated_reduction(loss_func) or found or "mean"
 
     def determine(self, loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        """Try `loss_func` on this rank's batch unless its reduction is known. A collective if it is not."""
+        """Try `loss_func` on this rank's predictions `pred` and targets `yb` unless its reduction is known.
+
+        A collective if it is not known. `reduction_of` then returns the result.
+        """
         if stated_reduction(loss_func) or (loss_func is self._tried_loss and self._found):
             return
         verdicts = set(rank_exchange.gather_objects(try_reduction(loss_func, pred, yb))) - {"no gradient"}
@@ -80,9 +83,10 @@ def stated_reduction(loss_func: Any) -> Reduction | None:
 
 
 def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
-    """Determine the reduction of a loss by trial, with a few items.
+    """Determine the reduction of a loss by trial, with a few items of the predictions `pred` and targets `yb`.
 
-    The value and gradient of the loss are compared with those of the same items repeated.
+    The value and gradient of the loss are compared with those of the same items repeated. The state of the loss
+    function and of the random generators is restored. Never raises: a loss that does is "neither".
     """
     state, randoms = SavedState(loss_func), randomness.State.now()
     try:
