@@ -419,7 +419,7 @@ class Lifecycle:
         parts.cells.ensure_not_running(range(self.size) if ranks is None else ranks, before=before)
         parts.ranks.ensure_all()
         parts.ranks.end_late()
-        parts.cells.ensure_idle()
+        parts.cells.end_abandoned()
 
     # -- forming
 

@@ -122,7 +122,7 @@ class Cells:
             texts = [cell.busy_text(sorted(set(cell.ranks).intersection(ranks))) for cell in active]
             raise GroupError("; ".join([*texts, *filter(None, [why])]))
 
-    def ensure_idle(self) -> None:
+    def end_abandoned(self) -> None:
         """Interrupt ranks that still run abandoned cells or requests, and raise GroupError if some do not end.
 
         It waits as long as these ranks make progress; without it, the next cell would silently wait for them. Running
