@@ -455,7 +455,7 @@ class Lifecycle:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
                 cluster.stop_engines_but([member.engine for member in members])
                 if going is not None:
-                    revival.go_on(ranks, manager, going)
+                    revival.revive_objects(ranks, manager, going)
                 parts.app.prepare(is_start=new)
         except BaseException:
             if new:
@@ -485,7 +485,7 @@ class Lifecycle:
                 raise GroupError(f"the group could not be rebuilt: {self._blame(error)}") from None
             self._reported = ""
             parts.fitness.unfit.clear()
-            revival.go_on(parts.ranks, parts.manager, going)
+            revival.revive_objects(parts.ranks, parts.manager, going)
 
     def _blame(self, error: GroupError) -> str:
         """Find the ranks that prevent the group from forming, and return a message that names them."""

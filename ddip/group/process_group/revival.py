@@ -25,7 +25,7 @@ RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
-def go_on(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> None:
+def revive_objects(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> None:
     """Revive the DDP wrappers of the former group, and print which other objects must be recreated.
 
     `going`: the objects that ended with the former group. Raises RequestFailed or RequestInterrupted; the group must
