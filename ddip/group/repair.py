@@ -164,7 +164,7 @@ class _Repair:
         if not gone:
             return
         try:
-            job, names = self._lifecycle.place.others(gone, self._progress)
+            job, names = self._lifecycle.place.request_nodes(gone, self._progress)
             for number, name in zip(gone, names, strict=True):
                 self._lifecycle.replace_host(number, name, self._lifecycle.request.reach.moved(number, job))
         finally:

@@ -60,7 +60,7 @@ class Allocation:
         """Return whether host `number` is still a node of its Slurm job; raise GroupError if Slurm does not answer."""
         return self.request.hosts[number].name in slurm.node_names(self.request.reach.jobs[number])
 
-    def others(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
+    def request_nodes(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
         """Submit a Slurm job for one new node per host in `lost_hosts`, wait until it runs; return its ID and nodes.
 
         `move` then moves the group there. Raises GroupError, also if the group's job is not ddip's, or
