@@ -492,7 +492,7 @@ class Lifecycle:
         ranks, fitness = self.parts.ranks, self.parts.fitness
         if ranks.ended:
             return ranks.with_repair(str(error))
-        unfit = fitness.alone(self.spec, self.options.collect)
+        unfit = fitness.find_unfit(self.spec, self.options.collect)
         fitness.unfit = set(unfit)
         texts = [str(CellError(unfit))] if unfit else []
         texts += [f"rank {rank} is still {doing}" for rank, doing in ranks.busy.items()]

@@ -232,7 +232,7 @@ class _Repair:
         try:
             self._lifecycle.ensure_ready()
             self._manager.check(time.monotonic() + self._options.timeout)
-            return self._fitness.no_cell_runs(self._options.timeout)
+            return self._fitness.find_cell_failures(self._options.timeout)
         except PartitionError:
             raise
         except GroupError:
@@ -247,10 +247,10 @@ class _Repair:
             self._manager.ensure_connected(self._lifecycle.spec)
             spec, collect = self._lifecycle.spec, self._options.collect
             if not self._lost():
-                self._fitness.unfit = set(self._fitness.alone(spec, collect))
+                self._fitness.unfit = set(self._fitness.find_unfit(spec, collect))
             deadline = time.monotonic() + self._options.timeout
-            return self._lost() or self._fitness.with_a_helper(spec, collect, self._app.name, deadline)
-        return self._fitness.no_cell_runs(self._options.timeout)
+            return self._lost() or self._fitness.blame_with_helpers(spec, collect, self._app.name, deadline)
+        return self._fitness.find_cell_failures(self._options.timeout)
 
     def _replace(self, gone: Sequence[int]) -> None:
         """Start new processes in place of the ranks `gone`; the process group must be rebuilt afterwards."""

@@ -34,7 +34,7 @@ class Fitness:
         self.unfit: set[int] = set()
         """The ranks that were found unable to join any group."""
 
-    def alone(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
+    def find_unfit(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
         """Let each idle rank form a group of one, and return those that cannot, each with its error; empty if all can.
 
         Each trial may take TRY_SECONDS. Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
@@ -51,7 +51,7 @@ class Fitness:
                 free = [rank for rank in free if rank not in unfit]
         return unfit
 
-    def with_a_helper(self, spec: GroupSpec, collect: bool, app: str | None, deadline: float) -> list[int]:
+    def blame_with_helpers(self, spec: GroupSpec, collect: bool, app: str | None, deadline: float) -> list[int]:
         """Return the ranks to blame for a group that cannot be formed, found with a new process on each host.
 
         So a rank is blamed only if a new process at its place does better; none if the group can be formed after all.
@@ -80,7 +80,7 @@ class Fitness:
             with stopping.note_presses():
                 self._ranks.cluster.stop_engines_but([member.engine for member in members])
 
-    def no_cell_runs(self, seconds: float) -> list[int]:
+    def find_cell_failures(self, seconds: float) -> list[int]:
         """Run an empty cell on all ranks, and return those on which it fails or takes longer than `seconds`.
 
         ``__builtins__`` may be empty, or a hook of IPython may fail or hang. Late cells are interrupted. Raises
