@@ -443,7 +443,7 @@ class Lifecycle:
                 former = ranks.members, self.request, self.spec
                 going = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
-                parts.new_ranks.take(members)
+                parts.new_ranks.set_members(members)
                 parts.app.choose(request.app)
                 try:
                     manager.join(spec, self.options.collect, deadline)

@@ -267,7 +267,7 @@ class _Repair:
         with stopping.note_presses():
             self._manager.release()
             self._cluster.stop_engines_but([member.engine for member in members])
-            self._new_ranks.take(members)
+            self._new_ranks.set_members(members)
             self._cells.forget(gone)
             self._fitness.unfit.difference_update(gone)
             self._app.mark_replaced(gone)

@@ -60,7 +60,7 @@ class NewRanks:
         self.carried = ""
         """The settings that the ranks of the last change or repair were given, in words."""
 
-    def take(self, members: list[Member]) -> None:
+    def set_members(self, members: list[Member]) -> None:
         """Set the group's members; those not in the group before count as new, unless the group was empty."""
         if self._ranks.members:
             new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
