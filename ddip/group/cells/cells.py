@@ -132,7 +132,7 @@ class Cells:
         if stuck:
             places = places_text(self._ranks.places(stuck))
             problem = still_text(stuck, self._ranks.busy)
-            raise GroupError(f"{problem}:\n{places}\n{self._ranks.way_out(stuck)}")
+            raise GroupError(f"{problem}:\n{places}\n{self._ranks.advise_on_stuck(stuck)}")
 
     def settle(self) -> list[int]:
         """Interrupt the `stuck` ranks again, wait while they make progress, and return those that are still stuck.

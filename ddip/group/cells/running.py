@@ -422,7 +422,7 @@ class RunningCell:
             lines.append(f"{ranks_text(stuck)} did not stop:")
             lines.append(places_text(self._ranks.places(stuck)))
             lines += self._logged_output(stuck)
-            lines.append(self._ranks.way_out(stuck))
+            lines.append(self._ranks.advise_on_stuck(stuck))
         return "\n".join(lines)
 
     def _logged_output(self, stuck: Sequence[int]) -> list[str]:

@@ -238,9 +238,9 @@ class Members:
         outside = self.places_from_outside([rank for rank, answer in answers.items() if answer is None])
         return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
 
-    def way_out(self, stuck: Sequence[int]) -> str:
+    def advise_on_stuck(self, stuck: Sequence[int]) -> str:
         """Return advice for the user about `stuck` ranks, which do not stop, or about stopped processes in between."""
-        return self.cluster.stopped() or tables.way_out(stuck)
+        return self.cluster.stopped() or tables.advise_on_stuck(stuck)
 
     def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` that cannot be stopped, as they wait in C++ code that holds the GIL.

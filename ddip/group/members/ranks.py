@@ -281,7 +281,11 @@ class Ranks(Members):
     def _interrupted_text(self, doing: str, ranks: Sequence[int], stuck: Sequence[int]) -> str:
         lines = [f"{doing} was interrupted on {ranks_text(ranks)}"]
         if stuck:
-            lines += [f"{ranks_text(stuck)} did not stop:", places_text(self.places(stuck)), self.way_out(stuck)]
+            lines += [
+                f"{ranks_text(stuck)} did not stop:",
+                places_text(self.places(stuck)),
+                self.advise_on_stuck(stuck),
+            ]
         return "\n".join(lines)
 
     def _errors_of(self, requests: Requests) -> dict[int, RankError]:

@@ -37,7 +37,7 @@ def places_text(places: Mapping[int, StackLocation | None]) -> str:
     return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in together.items())
 
 
-def way_out(stuck: Sequence[int]) -> str:
+def advise_on_stuck(stuck: Sequence[int]) -> str:
     """Return advice for the user about ranks that do not stop."""
     those = "that rank" if len(stuck) == 1 else "those ranks"
     return (
