@@ -83,22 +83,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_an_interrupt_waits_for_a_moment_only(clock: list[float]) -> None:
     call, patience = frame_in_enter(), libraries.InterruptDelay()
-    assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
-    assert patience.wait(sys._getframe()) is None
+    assert patience.delay_at(call) == libraries.WITH_AGAIN_SECONDS
+    assert patience.delay_at(sys._getframe()) is None
     clock[0] += 2 * libraries.WITH_SECONDS
-    assert patience.wait(call) == libraries.WITH_AGAIN_SECONDS
+    assert patience.delay_at(call) == libraries.WITH_AGAIN_SECONDS
     clock[0] += 1.1 * libraries.WITH_SECONDS
-    assert patience.wait(call) is None
+    assert patience.delay_at(call) is None
 
 
 def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float]) -> None:
     calls, patience = [frame_in_enter(), frame_in_enter()], libraries.InterruptDelay()
     for number in range(4):
-        assert patience.wait(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
+        assert patience.delay_at(calls[number % 2]) == libraries.WITH_AGAIN_SECONDS
         clock[0] += 0.9 * libraries.WITH_SECONDS
     clock[0] += libraries.ALL_WITH_SECONDS
-    assert patience.wait(calls[0]) is None
-    assert patience.wait(calls[0]) == libraries.WITH_AGAIN_SECONDS
+    assert patience.delay_at(calls[0]) is None
+    assert patience.delay_at(calls[0]) == libraries.WITH_AGAIN_SECONDS
 
 
 def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
@@ -110,7 +110,7 @@ def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
     def cell() -> None:
         held = Held()
         weakref.finalize(held, finalized.append, held.__class__)
-        patience.wait(frame_in_enter())
+        patience.delay_at(frame_in_enter())
 
     cell()
     gc.collect()

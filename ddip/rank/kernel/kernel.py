@@ -324,7 +324,7 @@ class RankKernel(CellKernel):
 
     def _raise_or_wait(self, frame: FrameType | None) -> None:
         """Raise an interrupt at `frame` in the cell's own code, or retry later if that would corrupt state."""
-        wait = self._patience.wait(frame)
+        wait = self._patience.delay_at(frame)
         if wait is None:
             raise libraries.make_interrupt(frame)
         self._retry_interrupt(wait)

@@ -98,7 +98,7 @@ class InterruptDelay:
         """Free the frame of a cell that has ended, because it holds the cell's variables."""
         self._call = None
 
-    def wait(self, frame: FrameType | None) -> float | None:
+    def delay_at(self, frame: FrameType | None) -> float | None:
         """Return the seconds until the next try of an interrupt at `frame`; None if it may be raised now.
 
         Does not wait. Call this at each try.
