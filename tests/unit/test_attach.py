@@ -34,7 +34,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_clusters_are_known_by_profile_and_id(profiles: Path) -> None:
-    assert [found.name for found in clusters.all_there()] == ["big/one-two", "default"]
+    assert [found.name for found in clusters.list_clusters()] == ["big/one-two", "default"]
     with pytest.raises(GroupError, match="^-c one-two: .*answer"):
         clusters.find_connection_file("one-two")
     with pytest.raises(GroupError, match="^-c three: .*no such.*ipcluster start"):

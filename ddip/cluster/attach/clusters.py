@@ -45,7 +45,7 @@ def find_connection_file(typed: str) -> str:
     """
     if typed.endswith(".json"):
         return _checked_file(typed)
-    found = [cluster for cluster in all_there() if cluster.called(typed)]
+    found = [cluster for cluster in list_clusters() if cluster.called(typed)]
     exact = [cluster for cluster in found if typed in (cluster.id, cluster.name)] or found
     running = [cluster for cluster in exact if is_running(cluster.file)]
     if len(running) == 1:
@@ -74,11 +74,11 @@ def _checked_file(typed: str) -> str:
 
 
 def _running_text() -> str:
-    names = [cluster.name for cluster in all_there() if is_running(cluster.file)]
+    names = [cluster.name for cluster in list_clusters() if is_running(cluster.file)]
     return f"running: {', '.join(names)}" if names else "no cluster runs here; ipcluster start starts one"
 
 
-def all_there() -> Sequence[ClusterInfo]:
+def list_clusters() -> Sequence[ClusterInfo]:
     """List the clusters with a connection file in a profile, except those that ddip started.
 
     Some may have ended without removing the file.
