@@ -343,7 +343,7 @@ def send_on_control_channel(client: Client, kind: str, content: dict[str, Any], 
     )
 
 
-def asked_again(client: Client) -> Future[Any]:
+def request_connection(client: Client) -> Future[Any]:
     """Ask the Hub for a connection, and return a future that is done when it replies."""
     answer: Future[Any] = client._send(client._query_stream, "connection_request")
     return answer

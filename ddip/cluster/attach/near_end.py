@@ -114,7 +114,7 @@ class NearEnd:
             if silent == 1:
                 controller_answer = None
             if silent > LOST_BEATS // 2 and controller_answer is None:
-                controller_answer = ipp_private.asked_again(self._client)
+                controller_answer = ipp_private.request_connection(self._client)
             if silent > LOST_BEATS and controller_answer is not None and not controller_answer.done():
                 raise GroupError("the controller of that cluster has stopped answering")
             if silent > BUSY_BEATS:
