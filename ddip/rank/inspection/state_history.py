@@ -134,7 +134,7 @@ class History:
         if number is not None:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if kept.number <= number}
 
-    def begin_anew(self) -> None:
+    def replace_snapshots(self) -> None:
         """Replace all snapshots by one with checksums, taken now, after ranks were made equal.
 
         Takes up to `LONGEST_SECONDS`; if that is too short, a quick one follows while the rank is idle.

@@ -91,7 +91,7 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     plan: _Plan = plans[0]
     _apply_plan(walk, plan, source)
     _clear_gradients(walk, names, plan)
-    history.begin_anew()
+    history.replace_snapshots()
     copied = [
         *plan.tensors,
         *plan.states,
