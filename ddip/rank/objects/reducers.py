@@ -172,7 +172,7 @@ def begin_again(state: Any) -> None:
         state.wait_for_stream_enqueued = False
 
 
-def is_of_the_world(state: Any) -> bool:
+def uses_default_group(state: Any) -> bool:
     """Return whether this state of a communication hook uses no group but the default one."""
     groups = [getattr(state, name, None) for name in GROUPS] if is_known_state(state) else [state]
     return all(group is None or group is c10d.default_group() for group in groups)

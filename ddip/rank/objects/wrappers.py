@@ -185,7 +185,7 @@ def _can_be_revived(wrapper: DistributedDataParallel) -> bool:
         attributes.get("logger") is not None
         and _uses_default_group(wrapper)
         and (len(hooks) == 1 or bool(reducers.builtin_hook(wrapper)) if data.get("comm_hook") else not hooks)
-        and all(reducers.is_of_the_world(state) for _, state in hooks)
+        and all(reducers.uses_default_group(state) for _, state in hooks)
         and attributes.get("mixed_precision") is None
         and attributes.get("device_mesh") is None
         and not attributes.get("_use_python_reducer")
