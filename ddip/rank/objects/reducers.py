@@ -178,7 +178,7 @@ def uses_default_group(state: Any) -> bool:
     return all(group is None or group is c10d.default_group() for group in groups)
 
 
-def of_this_world(state: Any) -> Any:
+def with_default_group(state: Any) -> Any:
     """Return `state` of a communication hook with the current default group in place of the former one."""
     if not is_known_state(state):
         return None if state is None else c10d.default_group()

@@ -272,7 +272,7 @@ def _structure_hash(wrapper: torch.nn.Module) -> str:
 def _revive_wrapper(wrapper: Any, buckets: reducers.Buckets) -> None:
     attributes = wrapper.__dict__
     attributes["_comm_hooks"] = [
-        (hook, reducers.of_this_world(state)) for hook, state in attributes.get("_comm_hooks") or []
+        (hook, reducers.with_default_group(state)) for hook, state in attributes.get("_comm_hooks") or []
     ]
     attributes["process_group"] = c10d.default_group()
     delayed_ids = {id(parameter) for parameter in attributes.get("_delay_all_reduce_params") or []}
