@@ -137,7 +137,7 @@ def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets) -> None:
         wrapper.reducer._set_mixed_precision_param_dtype(attributes["mixed_precision"].param_dtype)
     attributes["_comm_hooks"] = []
     for hook, state in hooks:
-        begin_again(state)
+        reset_state(state)
         wrapper.register_comm_hook(state, hook)
     if hooks and isinstance(hooks[0][1], weakref.ref):  # the optimizer steps within the backward pass
         wrapper.reducer._set_optimizer_in_backward()
@@ -163,7 +163,7 @@ def is_known_state(state: Any) -> bool:
     return STATES.get(kind.__module__) == kind.__qualname__
 
 
-def begin_again(state: Any) -> None:
+def reset_state(state: Any) -> None:
     """Reset the state of a torch communication hook to its first step; leave other states unchanged."""
     if is_known_state(state):
         arguments = inspect.signature(type(state)).parameters
