@@ -62,7 +62,7 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     assert profile.ranks[1].waiting < 0.1
     slowest = profile.slowest_collective
     assert slowest is not None and slowest.waiting > 0.05 and slowest.last == 1 and slowest.group == "the default group"
-    if flight_recorder.is_there():
+    if flight_recorder.is_available():
         assert ("all_reduce", ((9,),), "float32") in {
             (each.op, each.shapes, each.dtype) for each in profile.collectives
         }

@@ -45,7 +45,7 @@ class Entry:
         return self.op.rpartition(":")[2]
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Return whether torch's flight recorder also records backends other than nccl."""
     return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0])
 
