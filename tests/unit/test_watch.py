@@ -30,7 +30,7 @@ class Ranks:
         self.asked.append(call)
         return {rank: self.answers[rank] for rank in ranks}
 
-    def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
+    def cpu_uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
         found = dict(zip(ranks, on_host.cpu_usage([self.members[rank].pid for rank in ranks]), strict=True))
         return {rank: use for rank, use in found.items() if use is not None}
 

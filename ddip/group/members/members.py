@@ -106,7 +106,7 @@ class Members:
             sizes = zip(members, answer.result(), strict=True)
             self._memory_of_engine.update({member.engine: size for member, size in sizes if size is not None})
 
-    def uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
+    def cpu_uses(self, ranks: Sequence[int]) -> dict[int, tuple[float, bool]]:
         """Return by rank the CPU seconds that its processes have used, and whether one of them is runnable.
 
         Asks the hosts, at most ANSWER_SECONDS. Ranks that have ended, or whose host does not answer, are left out.

@@ -111,4 +111,4 @@ class StopProgress:
         return phase == "ending" or use.seconds - self._first.get(rank, use).seconds < CODE_SECONDS
 
     def _cpu_use(self, ranks: Sequence[int]) -> dict[int, _Use]:
-        return {rank: _Use(*use) for rank, use in self._ranks.uses(ranks).items()}
+        return {rank: _Use(*use) for rank, use in self._ranks.cpu_uses(ranks).items()}
