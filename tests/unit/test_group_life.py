@@ -517,7 +517,7 @@ def test_an_interrupted_completion_is_not_waited_for(new_group: NewGroup) -> Non
 def test_a_rank_that_lost_its_heartbeat_is_reported(new_group: NewGroup) -> None:
     group = new_group(1)
     group.scripted.engines.clear()
-    error = group.ranks.end_of(0)
+    error = group.ranks.describe_end(0)
     assert isinstance(error, RankError) and "lost its heartbeat" in error.message
 
 

@@ -141,7 +141,7 @@ class Members:
         """Return the host on which the process of `rank` is, or was."""
         return self.cluster.host_of(self.members[rank].engine)
 
-    def end_of(self, rank: int) -> RankError:
+    def describe_end(self, rank: int) -> RankError:
         """Describe the end of `rank` as an error: its PID, how and why it ended, and the last lines of its log."""
         member, host = self.members[rank], self.host(rank)
         if member.engine not in self.cluster.exits:
@@ -163,7 +163,7 @@ class Members:
         """Raise GroupError, with how each rank ended, unless the process of every rank is running."""
         ended = self.ended
         if ended:
-            texts = error_clauses({rank: self.end_of(rank) for rank in ended}, named=False)
+            texts = error_clauses({rank: self.describe_end(rank) for rank in ended}, named=False)
             raise GroupError(f"{'; '.join(texts)}; {self.repair_text}")
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
@@ -303,7 +303,7 @@ class Members:
     def error_of(self, rank: int, reply: Reply) -> RankError | None:
         """Return the error in the reply of `rank` to a request; None if there is none."""
         if reply.ended:
-            return self.end_of(rank)
+            return self.describe_end(rank)
         if reply.raised is None:
             return None
         raised, report = reply.raised, reply.report

@@ -143,7 +143,7 @@ class Ranks(Members):
 
     def _ensure_none_ended(self, ranks: Collection[int], doing: str) -> None:
         """Raise RequestFailed before sending anything if a rank has ended, as the others would wait for it."""
-        ended = {rank: self.end_of(rank) for rank in self.ended if rank in ranks}
+        ended = {rank: self.describe_end(rank) for rank in self.ended if rank in ranks}
         if ended:
             raise RequestFailed(f"{doing} failed: {CellError(ended, self.repair_text)}", ended)
 

@@ -118,7 +118,7 @@ class _Peek:
         self._ensure_none_ended([rank for rank, future in futures.items() if not future.done()])
 
     def _ensure_none_ended(self, ranks: Sequence[int] | Mapping[int, object]) -> None:
-        ended = {rank: self._ranks.end_of(rank) for rank in self._ranks.ended if rank in ranks}
+        ended = {rank: self._ranks.describe_end(rank) for rank in self._ranks.ended if rank in ranks}
         if ended:
             raise RequestFailed(f"pulling failed: {CellError(ended, self._ranks.repair_text)}", ended)
 
