@@ -248,7 +248,7 @@ class Comms(Protocol):
     def has_layout(self, name: str) -> bool:
         """Return True if the widget has a size, a border or another property of a layout."""
 
-    def tell(self, name: str, page: CellOutputArea) -> None:
+    def announce(self, name: str, page: CellOutputArea) -> None:
         """Send the widget, and those in it, to `page`, unless the page has them."""
 
 

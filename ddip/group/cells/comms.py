@@ -98,7 +98,7 @@ class Comms:
             self._widgets[name] = _Widget(rank, cell, referenced_ids(state), message)
             self._note_unannounced(name)
             if shown:
-                self.tell(name, cell.page)
+                self.announce(name, cell.page)
             return
         widget = self._widgets.get(name)
         if widget is None:
@@ -122,7 +122,7 @@ class Comms:
 
     def show(self, name: str, cell: WidgetCell) -> None:
         """Announce a widget to the page, and attribute it and all its parts to `cell`, which shows it."""
-        self.tell(name, cell.page)
+        self.announce(name, cell.page)
         visited, names = set(), [name]
         while names:
             widget = self._widgets.get(names.pop())
@@ -187,7 +187,7 @@ class Comms:
         states = [state_in(self._widgets[part].opening) for part in referenced_ids(layout) if part in self._widgets]
         return any(value is not None for state in states for key, value in state.items() if not key.startswith("_"))
 
-    def tell(self, name: str, page: CellOutputArea) -> None:
+    def announce(self, name: str, page: CellOutputArea) -> None:
         """Announce a widget to the page, after its parts; do nothing if the page knows it, or it does not exist."""
         widget = self._widgets.get(name)
         if widget is None or widget.announced:
@@ -195,7 +195,7 @@ class Comms:
         widget.announced = True
         self._unannounced.pop(name, None)
         for part in widget.parts:
-            self.tell(part, page)
+            self.announce(part, page)
         self._open_comm(widget, widget.opening["content"])
         page.send(widget.opening)
 

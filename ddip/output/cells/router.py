@@ -326,7 +326,7 @@ class CellOutput:
             if cell is not self:
                 cell.late(rank, message)
         else:
-            comms.tell(model, self.page)
+            comms.announce(model, self.page)
             page = OutputState(comms, model) if self.page.closed else self.page
             view = Plain(page, self.display.max_output_chars, changeable=False)
             captures.append(_Capture(model, self, view, by_page=not self.page.closed))
