@@ -97,7 +97,7 @@ class WidgetBars:
         self._within: dict[str, str] = {}
         """The displayed widget that contains each widget, by ID."""
         self._moved: dict[str, None] = {}
-        """Displayed widgets whose bars have changed since the last call of `moved`, in order."""
+        """Displayed widgets whose bars have changed since the last call of `take_changed`, in order."""
 
     def open(self, model: str, state: dict[str, Any]) -> None:
         """Record a widget that a rank has created."""
@@ -137,7 +137,7 @@ class WidgetBars:
             self._within.update(dict.fromkeys(ids, model))
             return self._shown[model].display_id
 
-    def moved(self) -> list[ShownBar]:
+    def take_changed(self) -> list[ShownBar]:
         """Return the bars whose text has changed since the last call, and forget those that are closed."""
         with self._lock:
             moved, self._moved = list(self._moved), {}

@@ -28,14 +28,14 @@ def new_bar(bars: WidgetBars, name: str, **state: Any) -> str | None:
 def test_the_text_matches_the_widgets() -> None:
     bars = WidgetBars()
     display_id = new_bar(bars, "b")
-    assert bars.moved() == []
+    assert bars.take_changed() == []
     bars.change("b-left", {"value": "\u2007<b>a</b> &lt;\u200745%"})
     bars.change("b-bar", {"value": 4.5})
     bars.change("b-right", {"value": "\u20074/10"})
-    (bar,) = bars.moved()
+    (bar,) = bars.take_changed()
     assert bar.display_id == display_id and bar.data == widget_view("b", " a < 45%|████▌     | 4/10")
     bars.change("b-bar", {"value": 4.51, "bar_style": "danger"})
-    assert bars.moved() == []  # the text has not changed
+    assert bars.take_changed() == []  # the text has not changed
 
 
 def test_a_closed_bar_is_neither_text_nor_widget() -> None:
@@ -43,11 +43,11 @@ def test_a_closed_bar_is_neither_text_nor_widget() -> None:
     new_bar(bars, "b")
     bars.change("b-bar", {"value": 10})
     bars.close("b")
-    (bar,) = bars.moved()
+    (bar,) = bars.take_changed()
     assert bar.data == {"text/plain": ""}
     bars.change("b-bar", {"value": 0})
     bars.close("b")
-    assert bars.moved() == [] and bars._models == bars._within == {}
+    assert bars.take_changed() == [] and bars._models == bars._within == {}
 
 
 @pytest.mark.parametrize("state", [{"min": None}, {"max": "x"}, {"value": None}, {"max": 0}])
@@ -57,7 +57,7 @@ def test_odd_widget_states_are_accepted(state: dict[str, Any]) -> None:
     bars.change("b-right", {"value": None})
     bars.change("nobody", {"value": 1})
     bars.close("nobody")
-    assert bars.moved()[0].data["text/plain"].startswith("|")
+    assert bars.take_changed()[0].data["text/plain"].startswith("|")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_widget_that_is_not_a_bar_stays_unchanged(data: dict[str, Any]) -> Non
     bars.open("mixed", {"_model_name": "HBoxModel", "children": ["IPY_MODEL_load", "IPY_MODEL_slider"]})
     assert bars.display(None, 0, data, {}) is None
     bars.change("load", {"value": 5})
-    assert bars.moved() == []
+    assert bars.take_changed() == []
 
 
 def test_several_bars_in_one_box_become_lines() -> None:
@@ -80,7 +80,7 @@ def test_several_bars_in_one_box_become_lines() -> None:
     bars.open("box", {"_model_name": "VBoxModel", "children": ["IPY_MODEL_a", "IPY_MODEL_b"]})
     assert bars.display(None, 0, widget_view("box"), {}) == bars.display(None, 0, widget_view("box"), {})
     bars.change("b", {"value": 4})
-    assert bars.moved()[0].data["text/plain"] == "first |██▌       |\n|██████████|"
+    assert bars.take_changed()[0].data["text/plain"] == "first |██▌       |\n|██████████|"
 
 
 def test_a_long_notebook_keeps_the_bars_that_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,5 +92,5 @@ def test_a_long_notebook_keeps_the_bars_that_moved_last(monkeypatch: pytest.Monk
         new_bar(bars, f"b{number}")
         bars.open(f"text{number}", {"_model_name": "HTMLModel"})
         bars.change("outer-bar", {"value": number / 2})
-        bars.moved()
+        bars.take_changed()
     assert len(bars._shown) == 3 and "outer" in bars._shown and len(bars._models) == 3 * 4 + 5

@@ -219,7 +219,7 @@ class CellOutput:
 
     def _write_bars(self) -> None:
         """Update the text of widget bars that have changed, each in the cell that shows it."""
-        for bar in self._comms.bars.moved() if self._comms is not None else ():
+        for bar in self._comms.bars.take_changed() if self._comms is not None else ():
             bar.cell.write_bar(bar, bar.cell.page if self.page.closed else self.page)
 
     def write_bar(self, bar: ShownBar, page: CellOutputArea) -> None:
