@@ -33,6 +33,7 @@ class Gpu:
 
     @property
     def is_full(self) -> bool:
+        """True if more than half of its memory is in use."""
         return 2 * self.used > self.total
 
     def __str__(self) -> str:

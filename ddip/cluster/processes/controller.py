@@ -94,6 +94,7 @@ class Hub(hub.Hub):  # type: ignore[misc]
             self.monitor.socket.subscribe(topic)
 
     def engine_ready(self, ident: Any, message: dict[str, Any]) -> None:
+        """Register the engine that sends this message, unless a heartbeat has registered it already."""
         heart = message["content"]["uuid"].encode()
         if heart in self.incoming_registrations:  # else a heartbeat has registered it already
             self.finish_registration(heart)

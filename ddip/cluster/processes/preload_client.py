@@ -118,6 +118,7 @@ class PreloadProcess:
 
     @property
     def pid(self) -> int:
+        """PID of the preload process, which may have ended."""
         return self._process.pid
 
     @property
@@ -158,6 +159,7 @@ class PreloadProcess:
         )
 
     def send(self, **message: Any) -> None:
+        """Send a message to the process; it is lost if the process has ended."""
         with self._lock, contextlib.suppress(OSError):  # the process has ended, which _read reports
             self._link.send(message)
 

@@ -121,6 +121,7 @@ class PreloadServer:
             traceback.print_exc()
 
     def receive(self) -> None:
+        """Handle one message of the owner: queue a fork, or end a child; exit if the owner has ended."""
         try:
             request = self.link.recv()
         except (EOFError, OSError):
@@ -201,6 +202,7 @@ class PreloadServer:
         return None
 
     def reap(self) -> None:
+        """Report the exit codes of children that have ended to the owner; do not wait for others."""
         with contextlib.suppress(ChildProcessError):  # there are no children
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -210,8 +212,10 @@ class PreloadServer:
                     self.say(exited=self.children.pop(pid), code=os.waitstatus_to_exitcode(status))
 
     def say(self, **message: Any) -> None:
+        """Send the owner a message; it is lost if the owner has ended."""
         with contextlib.suppress(OSError):  # the owner has ended, which the next receive notices
             self.link.send(message)
 
     def leave(self) -> NoReturn:
+        """End this process, and thereby its children."""
         os._exit(0)  # the children follow on the kernel's signal

@@ -122,10 +122,12 @@ class GroupSpec:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.gpus)
 
     @property
     def on_gpus(self) -> bool:
+        """True if the ranks have GPUs; all have one, or none."""
         return self.gpus[0] is not None
 
     def device_name(self, rank: int) -> str:
