@@ -112,16 +112,17 @@ class App:
         self._unprepared -= set(ranks)
 
     def _dropped(self, why: str) -> GroupError:
-        """Drop the app that cannot be prepared, and return the error to raise."""
+        """Drop the app, which cannot be prepared because of `why`, and return the GroupError to raise."""
         self.name = None
         self._unprepared.clear()
         self._fitness.unfit.clear()
         return GroupError(why)
 
     def _notify_rebuilt(self, name: str, rebuild: Callable[[], None]) -> None:
-        """Notify the app on every rank of the rebuilt process group; new ranks have prepared the app before.
+        """Notify the app `name` on every rank of the rebuilt process group; new ranks have prepared the app before.
 
-        A failure is printed and not retried. If only some ranks failed, the process group is rebuilt.
+        A failure is printed and not retried. If only some ranks failed, `rebuild` is called to rebuild the process
+        group.
         """
         try:
             self.ask(self._everyone, on_rank.notify_app_rejoined(apps.find_module(name)))

@@ -616,7 +616,10 @@ class Group:
 
     @contextlib.contextmanager
     def _profiled(self, folder: str, ranks: Sequence[int]) -> Iterator[CellOptions]:
-        """Profile the cell that runs in this context; yields options for its ranks."""
+        """Profile the cell on `ranks` that runs in this context; yield its options, and set `last_profile`.
+
+        `folder` as typed; BadInput is raised if nothing can be written there.
+        """
         profiling = Profiling(self.ranks, folder_for(folder))
         try:
             with profiling.around(ranks, lambda: self._parts.cells.stuck):

@@ -403,7 +403,7 @@ class Lifecycle:
             parts.differences.report_fault()
 
     def _free_ranks(self, ranks: Collection[int] | None, before: Cell | None) -> Collection[int]:
-        """Return all ranks if no cell runs, else `ranks`, which are free."""
+        """Return all ranks if no cell runs, else `ranks`, which are free; cells after `before` are ignored."""
         everyone = range(self.size)
         return everyone if ranks is None or not self.parts.cells.active_on(everyone, before) else ranks
 
@@ -424,7 +424,7 @@ class Lifecycle:
     # -- forming
 
     def _form(self, spec: GroupSpec, request: Request) -> None:
-        """Bring the ranks into the group of `spec`.
+        """Bring the ranks into the group of `spec`, which `request` asked for, and wait until it has formed.
 
         A failure or interrupt before all ranks have left the old process group leaves the group unchanged, and so does
         a partition of the hosts. After that point the group is the requested one, and the next cell completes missing
@@ -500,6 +500,9 @@ class Lifecycle:
         return "; ".join([*texts, *([] if REPAIR in texts[0] else [REPAIR])])
 
     def _leave(self, deadline: float) -> LostObjects:
-        """Make all ranks leave the process group, and return its wrappers, meshes and subgroups to recreate."""
+        """Release the app, and make all ranks leave the process group until `deadline`, on ``time.monotonic``.
+
+        Returns the number of wrappers, meshes and subgroups to recreate.
+        """
         self.parts.app.release()
         return self.parts.manager.leave(deadline)

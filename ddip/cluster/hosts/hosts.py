@@ -69,7 +69,10 @@ class Hosts:
     def _wait_for_host(
         self, host: RemoteHost, deadline: float, progress: Callable[[str], None] = lambda text: None
     ) -> list[str]:
-        """Wait for a host, and return the reasons why it cannot be used; empty if it can."""
+        """Wait for a host until `deadline`, and return the reasons why it cannot be used; empty if it can.
+
+        `progress` gets the reason for the wait once the host is silent for SILENT_SECONDS.
+        """
         try:
             try:
                 host.wait(min(SILENT_SECONDS, max(0.1, deadline - time.monotonic())))

@@ -293,7 +293,7 @@ def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _slurm_output(*command: str, seconds: float = ASK_SECONDS) -> str:
-    """Run a Slurm command, and return its output; empty for a job that ended long ago.
+    """Run a Slurm command for at most `seconds`, and return its output; empty for a job that ended long ago.
 
     Raises SlurmUnavailable if it fails or does not answer, and GroupError if there is no such command.
     """

@@ -133,7 +133,10 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
         return True
 
     async def _follow_child(self, child: Child, signal: Callable[[int, int], object]) -> None:
-        """Wait until `child` is forked, and start waiting for its end in a thread. Raises CannotFork."""
+        """Wait until `child` is forked, and start waiting for its end in a thread. Raises CannotFork.
+
+        `signal` sends a signal to a PID. If the start is cancelled, the child is ended.
+        """
         pid = asyncio.wrap_future(child.pid)
         pid.add_done_callback(lambda done: done.exception())  # after a cancelled start, no one else retrieves it
         try:

@@ -206,9 +206,10 @@ class OwnCluster(OnHosts, Channels):
         self._record()
 
     def _start_engines(self, specs: Sequence[EngineSpec], also: Sequence[str], timeout: float) -> list[int]:
-        """Begin to start engines, and return their numbers at once.
+        """Begin to start engines as in `specs`, and return their numbers at once.
 
-        Modules `also` are imported first; if engines are forked, once per host.
+        They must be ready within `timeout` seconds. Modules `also` are imported first; if engines are forked, once per
+        host. Raises GroupError if the folder of the group's sockets was emptied.
         """
         if self.connected and not any(self.run_folder.glob(f"{ownership.SOCKETS}:*")):
             raise GroupError(

@@ -131,7 +131,7 @@ class Children:
             self._confirm_end(number)
 
     def _report_end(self, number: int, outcome: int | CannotFork | None) -> None:
-        """Report the end of a child, once."""
+        """Report the end of the child `number`, once; `outcome` as in `Child.over`."""
         with self._lock:
             child = self._children.pop(number, None)
             last = not self._children

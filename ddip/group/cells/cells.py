@@ -249,7 +249,11 @@ class Cells:
     def _wait_and_send(
         self, running: RunningCell, ready: Callable[[], object], asked: CellOptions, before: list[Cell]
     ) -> bool:
-        """Wait for the cells `before` this one, then send it; return False if it ended without being sent."""
+        """Wait for the cells `before` this one, call `ready`, then send the cell; return False if it ended unsent.
+
+        `asked`: its options for the ranks. Never raises: an error becomes the error of the cell, which did not run
+        then.
+        """
         try:
             self._wait_for_turn(running, before)
             with self._turn:
@@ -286,7 +290,10 @@ class Cells:
             before = self._cells_before(cell)
 
     def _run_to_end(self, running: RunningCell, unmatched: bool, asked: CellOptions | None) -> None:
-        """Follow a cell to its end; never raises. `asked`: send the cell with these options first."""
+        """Follow a cell to its end, show that, and update the group; never raises, as the cell has the error.
+
+        `asked`: send the cell with these options first; None: it was sent before. `unmatched` as in `run`.
+        """
         cell = running.cell
         raised: BaseException | None = None
         try:
@@ -313,9 +320,9 @@ class Cells:
             notify(f"{running.cell.text}: {error}")
 
     def _finish_cell(self, running: RunningCell, unmatched: bool, over: bool) -> None:
-        """Update the group after the end of a cell, and set the cell's `done`.
+        """Update the group after the end of a cell, and set the cell's `done`; never raises.
 
-        `over`: the cell did not run to its end, so there is nothing to learn from it.
+        `unmatched` as in `run`; `over`: the cell did not run to its end, so there is nothing to learn from it.
         """
         cell = running.cell
         try:
@@ -337,7 +344,10 @@ class Cells:
             cell.done.set_result(None)
 
     def _record_end(self, running: RunningCell, unmatched: bool, over: bool) -> None:
-        """Record how the cell left the group, then report it to the user, in this order as printing may fail."""
+        """Record how the cell left the group, then report it to the user, in this order as printing may fail.
+
+        `unmatched`, `over` as in `_finish_cell`. The caller holds the group's `turn`.
+        """
         failed = running.ending != "good"  # true even if the cell caught the interrupt of a stop
         unfinished_replies = {rank: future for rank, future in running.replies.items() if not future.done()}
         self._abandoned = {rank: f for rank, f in self._abandoned.items() if not f.done()} | unfinished_replies
@@ -361,7 +371,10 @@ class Cells:
             tell_replaced(checked)
 
     def _update_health(self) -> dict[int, CellReport | None]:
-        """Check the group's health if no cell is running; return the reports that were checked."""
+        """Check the group's health if no cell is running; return the reports that were checked, by rank.
+
+        Returns none if a cell runs or was abandoned, or if none has ended since.
+        """
         if any(cell.state == "running" for cell in self._active):
             return {}
         pending, self._pending_reports = self._pending_reports, []

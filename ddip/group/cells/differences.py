@@ -157,7 +157,10 @@ class Differences:
         return self._ranks.ask_soon(calls, release=self._manager.release)
 
     def _snapshots(self, failed: Sequence[str]) -> list[str]:
-        """Return the cells after which all but new ranks have recorded their state, the latest first."""
+        """Drop snapshots since the cells `failed` began; return the cells after which all ranks have one.
+
+        The latest is first. Ranks without any snapshot are new, and do not count.
+        """
         recorded = [self._ask_all(on_rank.list_snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
         return [cell for cell in first if all(cell in cells for cells in others)]

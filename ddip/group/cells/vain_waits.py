@@ -77,7 +77,8 @@ class VainWaits:
     def _are_in_vain(self, by_ended: Mapping[int, Begun], ended: Collection[int], is_stopped: bool) -> bool:
         """Return True if each rank of the last look waits in vain, or any of a stopped cell; set `missing`.
 
-        `by_ended` has the operations of the ranks that begin no more; of a stopped cell, these are all.
+        `by_ended` has the operations of the ranks that begin no more; of a stopped cell, these are all. `ended`: ranks
+        whose processes have ended.
         """
         if is_stopped:
             by_ended = {rank: _without_later(begun) for rank, begun in by_ended.items()}
@@ -99,8 +100,8 @@ def find_missing(
 ) -> set[int]:
     """Return the ended ranks that will never begin their part of an operation of `rank` in this cell.
 
-    `begun` has the operations of `rank`, and `by_ended` those of each rank on which the cell has ended; `size`: number
-    of ranks in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
+    `begun` has the operations of `rank`, and `by_ended` those of each rank that begins no more; `size`: number of ranks
+    in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
     those that earlier cells have left, such as an ``isend`` that a later cell receives.
     """
     missing = set()

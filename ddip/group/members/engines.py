@@ -72,7 +72,10 @@ class Engines:
             _check_torch(spec, hello)
 
     def _start_engines(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
-        """Start new engines for `ranks` and return their members."""
+        """Start new engines for `ranks` of `spec`, wait until they can be used, and return their members in order.
+
+        Other arguments as in `complete`. Raises GroupError, or BadInput if their torch cannot do what `spec` needs.
+        """
         folder.ensure_ready()
         if not ranks:
             self.check_torch(spec)
@@ -125,7 +128,7 @@ def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
 
 
 def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
-    """Return the environment variables to set before torch loads on the host with this `number`.
+    """Return the environment variables to set before torch loads on the host with this `number` and `facts`.
 
     They set the number of threads, the GPUs that ranks see, NCCL options and the notebook's switches.
     """

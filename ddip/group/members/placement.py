@@ -267,7 +267,10 @@ def place_group(request: Request, hosts: Sequence[HostDevices], nccl_shares: boo
 
 
 def _place_on_host(request: Request, count: int | None, host: HostDevices) -> tuple[int | None, ...]:
-    """Return the GPU of each rank on `host`, or None for the CPU; `count`: ranks requested for this host."""
+    """Return the GPU of each rank on `host`, or None for the CPU; `count`: ranks requested for this host.
+
+    Raises BadInput if that contradicts `request`, or the host lacks a GPU.
+    """
     n, gpus, available = request.n, request.gpus, host.gpus
     if gpus is not None:
         chosen = tuple(parse_gpus([ALL] if isinstance(gpus, str) else list(map(str, gpus)), available, host.name))

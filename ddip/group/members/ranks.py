@@ -128,7 +128,7 @@ class Ranks(Members):
     def _make_failure(
         self, doing: str, problems: Mapping[int, RankError], unfinished: list[int], together: bool
     ) -> RequestFailed:
-        """Return the error to raise if some ranks have `problems`, or if some are `unfinished`.
+        """Return the error to raise if some ranks have `problems` with `doing`, or if some are `unfinished`.
 
         Its ``late`` names the `unfinished` ranks. If the ranks act `together` and one has a problem, it names none: the
         others waited for that one.
@@ -159,7 +159,11 @@ class Ranks(Members):
     def _wait_for_all(
         self, requests: Requests, deadline: float | None, button: stopping.Button, grace: float | None
     ) -> None:
-        """Wait until all `requests` are done, but only `grace` seconds more once a rank has failed."""
+        """Wait until all `requests` are done, the `deadline` (None: no limit) has passed, or `button` is pressed.
+
+        Once a rank has failed, wait only `grace` seconds more; None: no limit. Raises GroupError if the controller
+        ends.
+        """
         failed_at: float | None = None
         while _unfinished_ranks(requests) and not button.pressed:
             now = time.monotonic()
@@ -183,8 +187,9 @@ class Ranks(Members):
     ) -> None:
         """Interrupt `requests` and wait for them briefly; abandon those that do not end.
 
-        `unfinished` are the ranks that the error names. `release` is called if requests still run after a first wait.
-        Raises RequestInterrupted if the stop button was pressed.
+        `unfinished` are the ranks that the error names; `doing`, `size`: description of the requests, and bytes that
+        they carry. `release` is called if requests still run after a first wait. Raises RequestInterrupted if the stop
+        button was pressed.
         """
         pressed = button.pressed
         self._interrupt_again(requests, button)
@@ -221,7 +226,7 @@ class Ranks(Members):
         return stuck
 
     def _abandon_requests(self, requests: Requests, doing: str, size: int = 0) -> list[int]:
-        """Abandon the `requests` that are not done; return their ranks."""
+        """Abandon the `requests` that are not done; return their ranks. `doing` and `size` describe them."""
         stuck = _unfinished_ranks(requests)
         self.abandoned.update({rank: AbandonedRequest(requests[rank], doing, size) for rank in stuck})
         return stuck

@@ -167,19 +167,22 @@ class _Delivery:
         return paths
 
     def _send_to_each(self, ranks: Sequence[int], number: int, load: Load) -> None:
-        """Send a load in parts to each of `ranks`, which could not read the shared memory."""
+        """Send the load `number` in parts to each of `ranks`, which could not read the shared memory."""
         if ranks:
             self._rounds += not self._is_sent_to_each
             self._is_sent_to_each = True
             self._send(dict.fromkeys(ranks, False), number, load)
 
     def _send_once_per_host(self, hosts: Sequence[Sequence[int]], number: int, load: Load) -> list[int]:
-        """Send a load to the first rank on each host for all of them; return the ranks that cannot read it."""
+        """Send load `number` to the first rank on each host for all of them; return the ranks that cannot read it."""
         paths = self._send({on_host[0]: len(on_host) > 1 for on_host in hosts}, number, load)
         return self._attach_ranks({rank: paths[on_host[0]] for on_host in hosts for rank in on_host[1:]}, number, load)
 
     def _send(self, ranks: Mapping[int, bool], number: int, load: Load) -> dict[int, str]:
-        """Send a load in parts to each of `ranks`, to be shared on its host or not; return the shared paths."""
+        """Send the load `number` in parts to `ranks`; the value is True to share it on the rank's host.
+
+        Returns the path of the shared memory by rank, empty if it is not shared.
+        """
         answers: list[str] = []
         for part in self._iterate_parts(load, lambda: self._part_size.size):
             data = b"".join(part)

@@ -166,7 +166,7 @@ def _path_of(name: str) -> Path:
 
 
 def _is_installed(name: str, place: Path) -> bool:
-    """Return whether a module belongs to the Python environment rather than to the user."""
+    """Return whether the module `name` at `place` belongs to the Python environment rather than to the user."""
     if name == "ddip":
         return True
     resolved = place.resolve()

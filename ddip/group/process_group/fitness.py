@@ -99,7 +99,10 @@ class Fitness:
         return [rank for rank, cell in cells.items() if not cell.done() or self._ranks.error_of(rank, cell.result())]
 
     def _can_form(self, group: list[int], spec: GroupSpec, collect: bool) -> bool:
-        """Return whether `group` can be formed; raise PartitionError if only the network keeps it from that."""
+        """Let the ranks `group` form a group for up to TRY_SECONDS, and return whether they can.
+
+        Raises PartitionError if only the network keeps them from that.
+        """
         try:
             self._manager.attempt([group], spec, collect, TRY_SECONDS)
         except RequestFailed:

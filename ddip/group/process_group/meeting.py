@@ -135,7 +135,7 @@ class RendezvousFactory:
         return self._ranks.cluster.hosts[number]
 
     def _serve_store(self, rank: int, address: str) -> int:
-        """Let `rank` serve the store; return the port."""
+        """Let `rank` serve the store at its `address`; return the port. Raises RequestFailed if it does not answer."""
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:
             problem = f"rank {rank} did not open the group's store at {address} within {NEEDED_SECONDS:g} s"

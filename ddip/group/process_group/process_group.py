@@ -153,9 +153,10 @@ class ProcessGroupManager:
         share: float = 1.0,
         together: bool = True,
     ) -> list[Any]:
-        """Let the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on.
+        """Let the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on, until `deadline`.
 
-        gloo gets a `share` of the time to connect them. Returns the result of ``membership.join_group`` by rank.
+        gloo gets a `share` of the time to connect them. If the ranks act `together`, a failure unblocks the others.
+        Returns the result of ``membership.join_group`` by rank.
         """
         seconds = max(1.0, (deadline - time.monotonic()) * share)
         calls: dict[int, RemoteCall[object]] = {}
@@ -214,7 +215,11 @@ class ProcessGroupManager:
         together: bool,
         meetings: Sequence[Rendezvous] = (),
     ) -> None:
-        """Make `call` on `ranks`, for at most `seconds`; then abort the collectives of those that still wait."""
+        """Make `call` on `ranks`, for at most `seconds`; then abort the collectives of those that still wait.
+
+        They are those of the groups of `meetings`, by default the current group; none is aborted unless ranks act
+        `together`. Raises RequestFailed or RequestInterrupted.
+        """
         deadline = time.monotonic() + seconds
         release = (lambda: self._abort_collectives(meetings)) if meetings else self.release
         calls = dict.fromkeys(ranks, call)
@@ -315,7 +320,10 @@ class ProcessGroupManager:
         return self._steps.known_of(rank)
 
     def _compare_steps(self, begun: Mapping[int, Begun], failed: bool, unmatched: bool) -> None:
-        """Compare the collectives that each rank has begun, and also its messages if the cell has failed."""
+        """Compare the collectives that each rank has begun, and also its messages if the cell has failed.
+
+        If they differ, `healthy` becomes False, or the difference is accepted if the user allows it (`unmatched`).
+        """
         size = len(self._ranks.members)
         messages = failed and self._steps.are_messages_uneven(begun, size)
         self._steps.update(begun)
@@ -330,7 +338,7 @@ class ProcessGroupManager:
                 notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
 
     def _level_groups(self, made: Sequence[int]) -> None:
-        """Set torch's group counter to the same value on all ranks.
+        """Set torch's group counter to the same value on all ranks; `made`: the counters of the ranks.
 
         Some ranks may have created groups without the others.
         """

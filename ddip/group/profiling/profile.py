@@ -110,7 +110,10 @@ class Profiling:
     def _collect_reports(
         self, ranks: Sequence[int], stuck: Sequence[int]
     ) -> tuple[dict[int, ProfileReport], dict[int, str]]:
-        """Return the reports of the ranks, and the reason for each rank without one."""
+        """Return the reports of `ranks` by rank, and the reason for each rank without one.
+
+        The traces are in the folder then. `stuck` ranks are not asked.
+        """
         missing: dict[int, str] = {}
         for rank in ranks:
             if rank in self._ranks.ended:

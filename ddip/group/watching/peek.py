@@ -133,7 +133,7 @@ class _Peek:
         return TransferError(f"nothing was pulled: {'; '.join(texts)}; -t SECONDS waits longer")
 
     def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
-        """Describe what a late rank does: the location of its pickling or, if not reported, its main thread."""
+        """Describe what a late rank does: `pickling_at`, the location of its pickling, or for None its main thread."""
         names = ", ".join(self._names)
         place = self._ranks.places_from_outside([rank])[rank] if pickling_at is None else StackLocation(**pickling_at)
         if place is None:

@@ -167,7 +167,10 @@ class History:
                 self._schedule(0.0, checksums)
 
     def _run_walk(self, until: float, checksums: bool = False) -> bool:
-        """Continue the walk until the monotonic time `until`; return True if it completed a snapshot."""
+        """Continue the walk until the monotonic time `until`; return True if it completed a snapshot.
+
+        `checksums`: with checksums of tensors; a walk of the other kind is abandoned. Never raises.
+        """
         began = time.monotonic()
         try:
             if self._walk is None or self._walk[2] != checksums:

@@ -100,7 +100,7 @@ def _unpack_call(call: Call, names: dict[str, Any]) -> tuple[Callable[..., Any],
 
 
 def _is_different(local: Any, sent: Any) -> bool:
-    """Return whether this rank's value of a variable differs from the one that the notebook sent.
+    """Return whether `local`, this rank's value of a variable, differs from `sent`, the notebook's.
 
     Functions and classes are compared by their definitions, other values by their pickles, then with ``==``. Returns
     True if they cannot be compared.

@@ -425,7 +425,10 @@ class RankKernel(CellKernel):
 
     @runs_around_cells
     def _begin_output(self, asked: CellOptions) -> dict[str, Any]:
-        """Attribute output and state changes from now on to the new cell; return the header of its request."""
+        """Attribute output and state changes from now on to the new cell; return the header of its request.
+
+        `asked`: the cell's options. It also opens the cell's log, and ends or drops a pending cleanup.
+        """
         header: dict[str, Any] = self.get_parent("shell")["header"]
         self.begin_counting()
         self._number_cell(asked.get("number"))
@@ -441,7 +444,10 @@ class RankKernel(CellKernel):
         return header
 
     async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
-        """Run the cell's code, interruptible, with the signal handlers and trace functions of earlier cells."""
+        """Call `run`, the cell's code, with the signal handlers and trace functions of earlier cells; return its reply.
+
+        Interrupts may end it. The app's hooks run around it, unless the cell is `silent`.
+        """
         assert self._aside is not None
         self._cell = self._request_id()
         try:

@@ -61,7 +61,7 @@ def _is_listening(duplicate: socket.SocketType) -> bool:
 
 
 def _find_ends(duplicate: socket.SocketType) -> Ends | None:
-    """Return both ends of a connection; None if the socket is not connected."""
+    """Return both ends of a connection, own host and port first; None if the socket is not connected."""
     try:
         (our_host, our_port), (their_host, their_port) = duplicate.getsockname()[:2], duplicate.getpeername()[:2]
     except OSError:

@@ -133,7 +133,10 @@ def apply_push(
 
 
 def _pickled_at(memory: bytearray | mmap.mmap, begin: int, sizes: list[int]) -> Pickled:
-    """Return the pickle at offset `begin`; a copy if `memory` is too small to be worth a mapping."""
+    """Return the pickle whose parts, of these `sizes`, are in `memory` from `begin` on.
+
+    It is a copy if `memory` is too small to be worth a mapping.
+    """
     pickled = Pickled.of(memory, sizes, begin)
     return Pickled.of(pickled.joined(), sizes) if len(memory) <= shared.COPIED else pickled
 
