@@ -96,9 +96,10 @@ class CallPayload:
         self.homes = frozenset(homes)
 
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
-        """Return the pickle reduction of a function or class: a numbered one for those of the notebook, else `reduced`.
+        """Return the pickle reduction of a function or class, with a number if it is the notebook's.
 
-        `reduced`: its usual reduction. Records its number, and the globals, modules and source lines that it needs.
+        Others keep `reduced`, their usual reduction. `reduced`: its usual reduction. Records its number, and the
+        globals, modules and source lines that it needs.
         """
         if not self._is_from_notebook(obj):
             return reduced

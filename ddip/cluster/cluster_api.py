@@ -106,7 +106,7 @@ class Cluster(Protocol):
         """
 
     def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Connect to the host `name` in place of the lost host `number`, or again if it has that name; wait for it.
+        """Connect to the host `name` in place of the lost host `number`, or to that host again; wait for it.
 
         `reach`: how hosts are reached from now on; `deadline` on ``time.monotonic``. Raises GroupError, and changes
         nothing then.
@@ -148,7 +148,7 @@ class Cluster(Protocol):
         """Continue the processes between notebook and engines that a signal has stopped."""
 
     def log_tail(self, engine: int) -> list[str]:
-        """Return the last lines that `engine` logged since its last cell was sent, or since its start; empty if none.
+        """Return the last lines that `engine` logged since its last cell was sent, or since its start.
 
         After a crash, return the lines that show where it happened.
         """
@@ -173,10 +173,10 @@ class Cluster(Protocol):
         """End everything and leave no process, file or thread behind."""
 
     def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
-        """Send `code` as a cell to each engine, and return one request per engine of `to`, in order, without waiting.
+        """Send `code` as a cell to each engine of `to`, and return a request for each, in order.
 
-        `asked`: facts about the cell that the engines need; `history`: IPython's history gets the code. The request to
-        an engine that has ended is done, with ``ended``.
+        Does not wait. `asked`: facts about the cell that the engines need; `history`: IPython's history gets the code.
+        The request to an engine that has ended is done, with ``ended``.
         """
 
     def call(self, engine: int, call: RemoteCall[object]) -> Request:

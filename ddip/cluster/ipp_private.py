@@ -194,11 +194,11 @@ def execute_cell(
     silent: bool = False,
     history: bool = True,
 ) -> list[Request]:
-    """Send `code` as a cell to each engine of `to`, with ddip's own message type, and return the requests in order.
+    """Send `code` as a cell to each engine of `to`, and return the requests in order.
 
-    Does not wait. `asked`: options of the cell for the ranks. The listeners stay in ``client.listeners`` for late
-    output. A `silent` cell has no listener. IPython's history gets the code unless the cell is silent or `history` is
-    False. Raises OSError if the client is closed.
+    The message has ddip's own type. Does not wait. `asked`: options of the cell for the ranks. The listeners stay in
+    ``client.listeners`` for late output. A `silent` cell has no listener. IPython's history gets the code unless the
+    cell is silent or `history` is False. Raises OSError if the client is closed.
     """
     if client._closed:
         raise OSError("the client is closed")
@@ -237,7 +237,7 @@ def cell_reply(content: CellReply) -> Reply:
 def call_on_engine(
     client: Client, engine: int, function: Callable[..., Any], args: Sequence[Any], doing: str
 ) -> MessageFuture:
-    """Call ``function(*args)`` on the main thread of `engine`, and return ipyparallel's future without waiting.
+    """Call ``function(*args)`` on the main thread of `engine`, and return ipyparallel's future.
 
     `doing` describes the call in status displays. If the engine has ended, the future has a RemoteError as its result.
     ``View.apply_async`` would create an ``AsyncResult``, whose reference cycle keeps the result alive.

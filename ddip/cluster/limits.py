@@ -104,7 +104,7 @@ def user_threads() -> int:
 
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
-    """Turn a RuntimeError raised within into a GroupError that adds the limit on address space, if there is one.
+    """Turn a RuntimeError raised within into a GroupError that adds the limit on address space.
 
     Without a limit, the error stays. No one can know beforehand how much torch needs.
     """

@@ -56,7 +56,7 @@ def _ssh_destination(host: str) -> str:
 
 
 def has_proxy(host: str) -> bool:
-    """Ask ``ssh -G``, and return True if the user's ssh reaches `host` through a ProxyJump or ProxyCommand.
+    """Ask ``ssh -G``; return True if ssh reaches `host` through a ProxyJump or ProxyCommand.
 
     False also if ssh does not answer.
     """
@@ -83,9 +83,9 @@ def agent_line(python: str, setup: str) -> str:
 
 
 def explain_failure(host: str, output: str, python: str, setup: str) -> str:
-    """Return why the agent of `host` did not start: the last line of its `output`, with a remedy for a known cause.
+    """Return why the agent of `host` did not start, with a remedy for a known cause.
 
-    Other arguments as in `agent_command`.
+    The reason is the last line of its `output`. Other arguments as in `agent_command`.
     """
     lines = output.strip().splitlines()
     if setup and any("command not found" in line for line in lines):  # srun's messages after that say nothing useful

@@ -37,7 +37,7 @@ def ok(name: str, found: str) -> Check:
 
 
 def warning(name: str, found: str, advice: str) -> Check:
-    """Return a result: ddip works, but something may be slower, smaller or different than the user expects.
+    """Return a result: ddip works, but something may be slower, smaller or different than expected.
 
     `found` says what, and `advice` what to do.
     """

@@ -75,7 +75,10 @@ def _one_line(message: object) -> str:
 
 
 class Probe:
-    """A child process that imports torch and prints its `Facts`, while other checks run; the constructor starts it."""
+    """A child process that imports torch and prints its `Facts`, while other checks run.
+
+    The constructor starts it.
+    """
 
     def __init__(self) -> None:
         self.has_torch = False
@@ -96,7 +99,7 @@ class Probe:
         self._process.communicate()
 
     def result(self) -> tuple[Facts | None, str]:
-        """Wait for the process, at most IMPORT_SECONDS; return the facts, or None and the reason why there are none."""
+        """Wait for the process, at most IMPORT_SECONDS; return the facts, or None and the reason."""
         try:
             out, errors = self._process.communicate(timeout=IMPORT_SECONDS)
         except subprocess.TimeoutExpired:

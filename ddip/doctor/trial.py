@@ -101,7 +101,7 @@ def judge_start(backend: str, totals: list[float], start_seconds: float, reduce_
 
 
 def judge_failure(backend: str, error: str) -> Check:
-    """Return a failed check for the `error` with which the start of a group over `backend`, or its cell, failed."""
+    """Return a failed check for the `error` of a start over `backend`, or of its cell."""
     advice = (
         "fix the failed checks above first; if there are none, run this in a fresh environment, and report both results"
     )

@@ -70,7 +70,7 @@ class App:
             self.ask(self._everyone, on_rank.release_app(apps.find_module(self.name)), together=False)
 
     def drop_if_unfit(self, replaced: Collection[int]) -> None:
-        """Drop the app and raise GroupError if a rank could not prepare it, and its new process could not either.
+        """Drop the app and raise GroupError if a rank's new process could not prepare it either.
 
         `replaced`: the ranks whose processes are new. Otherwise do nothing.
         """
@@ -119,10 +119,10 @@ class App:
         return GroupError(why)
 
     def _notify_rebuilt(self, name: str, rebuild: Callable[[], None]) -> None:
-        """Notify the app `name` on every rank of the rebuilt process group; new ranks have prepared the app before.
+        """Notify the app `name` on every rank of the rebuilt process group.
 
-        A failure is printed and not retried. If only some ranks failed, `rebuild` is called to rebuild the process
-        group.
+        New ranks have prepared the app before. A failure is printed and not retried. If only some ranks failed,
+        `rebuild` is called to rebuild the process group.
         """
         try:
             self.ask(self._everyone, on_rank.notify_app_rejoined(apps.find_module(name)))

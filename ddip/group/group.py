@@ -401,9 +401,9 @@ class Group:
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
     ) -> None:
-        """Run on `ranks` a cell that the notebook has already run, show only differing output, and wait for its end.
+        """Run on `ranks` a cell that the notebook has already run, and show only differing output.
 
-        `here` is the output in the notebook, as (stdout, stderr), which is not shown again (see
+        Waits for its end. `here` is the output in the notebook, as (stdout, stderr), which is not shown again (see
         ``output/cells/background_page.py``). `timeout`, `tell`, and the errors: as in `run`.
         """
         where = self._checked(ranks)

@@ -127,9 +127,10 @@ NewCluster = Callable[[Request], Cluster]
 
 
 def own_cluster(request: Request, spawn: bool) -> Cluster:
-    """Return a new cluster of this process, on the hosts of `request`. With `spawn`, engines are not forked.
+    """Return a new cluster of this process, on the hosts of `request`.
 
-    Starts no engine. Raises GroupError if a host or the run folder cannot be used.
+    With `spawn`, engines are not forked. Starts no engine. Raises GroupError if a host or the run folder cannot be
+    used.
     """
     with limits.explain_errors():
         return OwnCluster(ipp_log, not spawn, [host.name for host in request.hosts], request.reach)
@@ -140,7 +141,10 @@ def ignore_progress(text: str, share: float | None = None) -> None:
 
 
 class Progress:
-    """Callable that forwards progress reports to the current listener; reports to no one outside of `reported_to`."""
+    """Callable that forwards progress reports to the current listener.
+
+    Outside of `reported_to`, there is none.
+    """
 
     def __init__(self) -> None:
         self._report: Report = ignore_progress
@@ -408,11 +412,11 @@ class Lifecycle:
         return everyone if ranks is None or not self.parts.cells.active_on(everyone, before) else ranks
 
     def ensure_free(self, ranks: Collection[int] | None = None, before: Cell | None = None) -> None:
-        """Ensure that every rank's process runs, and that `ranks` (default: all) are free. Raises GroupError otherwise.
+        """Ensure that every rank's process runs, and that `ranks` (default: all) are free.
 
-        It does not wait for running cells, but it interrupts leftovers of earlier requests and abandoned cells, and
-        waits while they make progress. `before`: a queued cell; then cells admitted after it are ignored. Raises
-        RequestInterrupted.
+        Raises GroupError otherwise. It does not wait for running cells, but it interrupts leftovers of earlier requests
+        and abandoned cells, and waits while they make progress. `before`: a queued cell; then cells admitted after it
+        are ignored. Raises RequestInterrupted.
         """
         parts = self.parts
         parts.ranks.cluster.ensure_controller()

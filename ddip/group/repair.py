@@ -142,7 +142,7 @@ class _Repair:
         self._new_ranks.carried = ""
 
     def replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
-        """Connect to the replacements of lost hosts, and to lost or new Slurm nodes; wait until they are usable.
+        """Connect to the replacements of lost hosts, and to lost or new Slurm nodes; wait for them.
 
         `hosts`: all hosts of the group, as typed; empty: the same hosts. Raises BadInput, GroupError or
         RequestInterrupted.

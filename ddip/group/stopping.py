@@ -54,9 +54,9 @@ class Button:
     def wait_for(
         self, futures: Collection[Future[Any]], seconds: float, look: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all `futures` are done or the button is pressed; at most `seconds`. Does not raise for a press.
+        """Wait until all `futures` are done or the button is pressed; at most `seconds`.
 
-        `look` is called every LOOK_SECONDS; an error that it raises ends the wait.
+        A press raises nothing here. `look` is called every LOOK_SECONDS; an error that it raises ends the wait.
         """
         self.watch(futures)
         end = time.monotonic() + seconds
@@ -67,9 +67,10 @@ class Button:
 
 @contextlib.contextmanager
 def call_on_press(press: Callable[[], object]) -> Iterator[None]:
-    """Call `press` for each press of the stop button within the context, instead of raising KeyboardInterrupt.
+    """Call `press` for each press of the stop button within the context.
 
-    `press` must be fast and not raise. On threads other than the main thread, nothing changes.
+    KeyboardInterrupt is not raised there. `press` must be fast and not raise. On threads other than the main thread,
+    nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -168,7 +168,7 @@ MOST_GPUS = 64
 
 
 def parse_line(magic: Any, name: str, line: str) -> Any:
-    """Parse the arguments that were typed after `magic`, which users call `name`, and return them by attribute.
+    """Parse the arguments typed after `magic`, which users call `name`; return them as attributes.
 
     Comments and quotes are removed. Raises BadInput, with the line to type instead, for an invalid `line` and for
     ``--help``.
@@ -221,7 +221,10 @@ def parse_flag(typed: str) -> bool:
 
 
 def parse_seconds(typed: str, option: str, least: float) -> float:
-    """Parse a number of seconds; raise BadInput, which names the `option`, if it is invalid or less than `least`."""
+    """Parse a number of seconds, which must be at least `least`.
+
+    Raises BadInput, which names the `option`.
+    """
     try:
         found = float(typed)
     except ValueError:
@@ -446,9 +449,9 @@ def parse_rank(typed: str, size: int, option: str) -> int:
 
 
 def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, list[str]]:
-    """Parse the words after ``--from``, such as ``0 model opt``, into a rank and names of variables; raise BadInput.
+    """Parse the words after ``--from``, such as ``0 model opt``, into a rank and names of variables.
 
-    Without the option, return None and no names. `size`: number of ranks.
+    Raises BadInput. Without the option, return None and no names. `size`: number of ranks.
     """
     if typed is None:
         return None, []

@@ -185,7 +185,7 @@ class Autodip:
         return [f"{magic}\n", *lines]
 
     def hidden(self) -> bool:
-        """Return True for a request that a front end makes on its own, such as a variable inspector; else False."""
+        """Return True for a request that a front end makes on its own, such as a variable inspector."""
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
             return False

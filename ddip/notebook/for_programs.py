@@ -85,9 +85,10 @@ def status() -> Status:
 
 
 def start(arguments: str = "") -> Status:
-    """Run ``%makedip`` with `arguments`, as a user would type them, wait for the group, and return the status.
+    """Run ``%makedip`` with `arguments`, as a user would type them, and return the status.
 
-    Loads ddip if necessary. Raises the errors of ``%makedip``: BadInput, GroupError or RequestInterrupted.
+    Waits for the group. Loads ddip if necessary. Raises the errors of ``%makedip``: BadInput, GroupError or
+    RequestInterrupted.
     """
     _load_magics().makedip(arguments)
     return status()
@@ -123,7 +124,10 @@ def run(
 
 
 def poll(number: int | None = None) -> CellStatus:
-    """Return the status of the cell `number`, or of the last cell for None; raise BadInput if there is none."""
+    """Return the status of the cell `number`, or of the last cell for None.
+
+    Raises BadInput if there is none.
+    """
     from ddip.group.cells.cell_status import status_of
 
     return status_of(_find_cell(number))
@@ -165,10 +169,10 @@ def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def stop(number: int | None = None) -> CellStatus:
-    """Stop the background cell `number`, as ``%dipstop`` does, wait until it has ended, and return its status.
+    """Stop the background cell `number`, as ``%dipstop`` does, and return its status.
 
-    None means the only one that runs. Raises BadInput if there is none or several, and GroupError if a rank does not
-    stop.
+    Waits until it has ended. None means the only one that runs. Raises BadInput if there is none or several, and
+    GroupError if a rank does not stop.
     """
     magics, typed = _load_magics(), "" if number is None else str(number)
     known = [cell for cell in magics.history.background if not cell.done.done()]
@@ -177,9 +181,9 @@ def stop(number: int | None = None) -> CellStatus:
 
 
 def repair(names: Sequence[str] = (), source: int = 0) -> Status:
-    """Replace ended ranks, as ``%makedip --repair`` does, copy `names` to them from rank `source`; return the status.
+    """Replace ended ranks, as ``%makedip --repair`` does, and return the status.
 
-    Raises the errors of ``Group.repair``.
+    Copies `names` to them from rank `source`. Raises the errors of ``Group.repair``.
     """
     _load_magics().makedip(" ".join(["--repair", *([f"--from {source}", *names] if names else [])]))
     return status()

@@ -102,7 +102,7 @@ class RankTranscript:
         """Displays in `items`; None if they have to be collected again."""
 
     def text(self, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Append `text` to a stream, or if `line` is given, replace the stream from there on (``Screen.jump``)."""
+        """Append `text` to a stream, or replace the stream from `line` on (``Screen.jump``)."""
         self._prepare_to_add()
         item = self._open_text(stream)
         item.overwritten = item.overwritten or moves_cursor(text)

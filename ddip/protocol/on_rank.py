@@ -78,9 +78,9 @@ class Remote(Generic[P, R]):
 
 
 def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callable[[Callable[P, R]], Remote[P, R]]:
-    """Return a decorator that makes a `Remote` of a function without a body, which has the types of `target`.
+    """Return a decorator that makes a `Remote` for `target` of a function without a body.
 
-    `label`: what the rank does, for messages; `own_thread` as in `RemoteCall`.
+    The function has the types of `target`. `label`: what the rank does, for messages; `own_thread` as in `RemoteCall`.
     """
     return lambda signature: Remote(target, label or target, signature, own_thread)
 

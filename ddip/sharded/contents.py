@@ -70,7 +70,7 @@ class _Pickler(pickle.Pickler):
 
 
 def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
-    """Return the present state of these objects and of the process's random number generators, by unit name.
+    """Return the state of these objects and of the process's random generators, by unit name.
 
     The tensors are not copied.
     """

@@ -173,9 +173,9 @@ def complete_saves(held: list[list[Held]]) -> dict[int, Holders]:
 
 
 def missing_ranks(held: list[list[Held]]) -> str:
-    """Return a text that names the ranks whose copies of the newest save are lost; some rank must hold a copy.
+    """Return a text that names the ranks whose copies of the newest save are lost.
 
-    `held` as in `complete_saves`.
+    Some rank must hold a copy. `held` as in `complete_saves`.
     """
     size, holders = max(_holders_by_save(held).items())[1]
     return f"rank {', '.join(str(rank) for rank in range(size) if rank not in holders)} of {size}"
@@ -190,7 +190,10 @@ def _holders_by_save(held: list[list[Held]]) -> dict[int, tuple[int, Holders]]:
 
 
 def fewest_copies(holders: Holders) -> int:
-    """Return the smallest number of copies that exist of any rank's state; `holders`: ranks with a copy, by rank."""
+    """Return the smallest number of copies that exist of any rank's state.
+
+    `holders`: the ranks with a copy, by rank.
+    """
     return min(map(len, holders.values()))
 
 

@@ -63,7 +63,7 @@ class Job:
         return self.common is not None
 
     def begin(self) -> None:
-        """Give model, optimizer and seeds of rank 0 to all ranks, then seed each rank differently. A collective.
+        """Give rank 0's model, optimizer and seeds to all ranks, then seed each differently. A collective.
 
         `end` restores the common random state. Raises TypeError if the data cannot be divided, and ValueError on all
         ranks if they have different data.

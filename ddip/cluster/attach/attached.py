@@ -33,10 +33,10 @@ WHERE = (
 
 
 def connect_client(file: str, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> Client:
-    """Connect a client to the cluster with the connection file `file`, and return it; the caller must close it.
+    """Connect a client to the cluster with the connection file `file`, and return it.
 
-    `heard` gets the messages of a far end, on the client's thread. Raises GroupError if no controller answers, or if
-    this ipyparallel lacks names that ddip needs for it.
+    The caller must close it. `heard` gets the messages of a far end, on the client's thread. Raises GroupError if no
+    controller answers, or if this ipyparallel lacks names that ddip needs for it.
     """
     with folder.left_out():
         from ddip.cluster import ipp_private
@@ -51,7 +51,7 @@ def connect_client(file: str, heard: Callable[[dict[str, Any]], None] = lambda m
 
 
 def ask_engines(client: Client, engines: Sequence[int], expression: str) -> list[Any]:
-    """Evaluate `expression` in each of `engines`, even while they run code, and return the values in order.
+    """Evaluate `expression` in each of `engines`, even while they run code; return the values in order.
 
     The values must be Python literals. Waits up to ANSWER_SECONDS. Raises GroupError on any failure.
     """

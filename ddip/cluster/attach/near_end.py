@@ -67,7 +67,7 @@ class NearEnd:
         raise fault
 
     def _wait_for_far_end(self, engine: int) -> None:
-        """Wait until the far end answers a hello; raise GroupError, which names `engine`, after ANSWER_SECONDS.
+        """Wait until the far end in `engine` answers a hello; raise GroupError after ANSWER_SECONDS.
 
         Hellos are repeated, since the scheduler drops messages to an end that is not yet connected.
         """

@@ -94,7 +94,7 @@ class Hosts:
         return f"{host.missing}; create it there, or choose another folder with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Reconnect to the lost host `number`, or connect to the host `name` in its place, and wait for its facts.
+        """Reconnect to the lost host `number`, or connect to the host `name` in its place; wait for it.
 
         `reach` applies to all hosts afterwards. Raises GroupError, and changes nothing, if the host has not answered at
         `deadline`, on ``time.monotonic``, or cannot be used.
@@ -120,7 +120,7 @@ class Hosts:
         self.reach, self._way = reach, ways.choose_way(reach)
 
     def connect(self, number: int, engine_file: Path) -> str:
-        """Relay the controller to the remote host `number`, and return the connection information for its engines.
+        """Relay the controller to the remote host `number`; return the connection information for engines.
 
         `engine_file`: the controller's connection file for engines. The result is JSON, and secret: whoever has it can
         run code on the ranks. It is made once per host. Raises GroupError.

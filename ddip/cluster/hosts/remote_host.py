@@ -143,7 +143,7 @@ class RemoteHost:
         env: Mapping[str, str],
         log: str,
     ) -> Child:
-        """Fork the process from the agent's preload process, and return it at once; arguments as in `Host.fork`."""
+        """Fork the process from the agent's preload process; arguments and result as in `Host.fork`."""
         return self.children.ask(
             module=module, needs=list(needs), imports=list(imports), argv=list(argv), env=dict(env), log=log
         )

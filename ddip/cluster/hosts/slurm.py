@@ -112,7 +112,7 @@ class SlurmUnavailable(GroupError):
 
 
 def parse_options(typed: str) -> dict[str, str]:
-    """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive`` into values by sbatch's option names.
+    """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive``; return values by option of sbatch.
 
     An option without a value has an empty one. Raises BadInput, also if ``nodes`` is missing.
     """
@@ -154,10 +154,10 @@ def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
 
 
 def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
-    """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID; `give_back` ends it.
+    """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
 
-    `progress` gets a line for the user. Raises BadInput or GroupError, or RequestInterrupted with the text `stopped`
-    after an interrupt; the job is then cancelled, or its keeper goes on trying.
+    `give_back` ends it. `progress` gets a line for the user. Raises BadInput or GroupError, or RequestInterrupted with
+    the text `stopped` after an interrupt; the job is then cancelled, or its keeper goes on trying.
     """
     script = batch_script(typed)
     _ensure_slurm()
@@ -208,7 +208,7 @@ def _wait_until_running(job: int, progress: Callable[[str], None]) -> None:
 
 
 def hold_job(job: int) -> bool:
-    """Keep a job that ddip submitted until one more `give_back`; return False if `job` does not run any more.
+    """Keep a job that ddip submitted until one more `give_back`; return False if it does not run.
 
     Returns True also for a running job of others, which `give_back` leaves alone. Raises GroupError if there is no
     Slurm command, and SlurmUnavailable if Slurm does not answer.
@@ -221,9 +221,9 @@ def hold_job(job: int) -> bool:
 
 
 def give_back(job: int) -> None:
-    """Give up one hold on `job`; after the last hold, cancel it, and wait briefly until Slurm confirms that.
+    """Give up one hold on `job`; after the last hold, cancel it.
 
-    Does nothing for a job that ddip did not submit.
+    Waits briefly until Slurm confirms that. Does nothing for a job that ddip did not submit.
     """
     if job in _holds:
         _holds[job] -= 1
@@ -264,7 +264,7 @@ def seconds_left(job: int) -> float | None:
 
 
 def count_gpus(job: int, node: str) -> int:
-    """Return the number of GPUs that `job` has on `node`, whatever option requested them; 0 if it has none.
+    """Return the number of GPUs that `job` has on `node`, whatever option requested them; may be 0.
 
     Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
     """
@@ -293,9 +293,10 @@ def step_variables(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _slurm_output(*command: str, seconds: float = ASK_SECONDS) -> str:
-    """Run a Slurm command for at most `seconds`, and return its output; empty for a job that ended long ago.
+    """Run a Slurm command for at most `seconds`, and return its output.
 
-    Raises SlurmUnavailable if it fails or does not answer, and GroupError if there is no such command.
+    It is empty for a job that ended long ago. Raises SlurmUnavailable if it fails or does not answer, and GroupError if
+    there is no such command.
     """
     try:
         done = subprocess.run(

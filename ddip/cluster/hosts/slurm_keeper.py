@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def submit_job(name: str, script: str, ended: threading.Event) -> Answer:
-    """Submit a job with this `name` and `script`, and return its ID or the error; raises nothing for either.
+    """Submit a job with this `name` and `script`, and return its ID or the error.
 
     Gives up once `ended` is set, or after SUBMIT_SECONDS.
     """
@@ -91,7 +91,10 @@ def submit_job(name: str, script: str, ended: threading.Event) -> Answer:
 
 
 def cancel_job(name: str, looks: int, seconds: float) -> bool:
-    """Cancel the job `name`, and wait until Slurm has reported `looks` times that it is gone; False after `seconds`."""
+    """Cancel the job `name`, and wait until Slurm has reported `looks` times that it is gone.
+
+    Returns False after `seconds`.
+    """
     end = time.monotonic() + seconds
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -79,9 +79,9 @@ class Srun(Way):
         self._reach = reach
 
     def command(self, number: int, name: str) -> list[str]:
-        """Return the srun command that starts the agent of node `number`, called `name`; asks Slurm for its GPUs.
+        """Return the srun command that starts the agent of node `number`, called `name`.
 
-        Raises GroupError or SlurmUnavailable.
+        Asks Slurm for the GPUs of the node. Raises GroupError or SlurmUnavailable.
         """
         unset = [word for variable in slurm.step_variables(os.environ) for word in ("-u", variable)]
         line = ssh.agent_line(self._reach.python, self._reach.setup)

@@ -47,7 +47,10 @@ class Channels:
         return self._logs.tail(engine)
 
     def execute(self, code: str, to: Sequence[Recipient], asked: CellOptions, *, history: bool = True) -> list[Request]:
-        """Send `code` as a cell to each of these engines; see ``Cluster.execute``. Their logs count from here on."""
+        """Send `code` as a cell to each of these engines; see ``Cluster.execute``.
+
+        Their logs count from here on.
+        """
         for recipient in to:
             self._logs.cell_begins(recipient.engine)
         return ipp_private.execute_cell(self.client, code, to, asked, history=history)
@@ -61,7 +64,10 @@ class Channels:
     def call_on_control_channel(
         self, engine: int, call: RemoteCall[object]
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Send `call` to `engine`, which does not wait for its cell. Raises KeyError for an engine that has ended."""
+        """Send `call` to `engine`, which does not wait for its cell.
+
+        Raises KeyError for an engine that has ended.
+        """
         content = {"target": call.target, "args": [*call.args], "own_thread": call.own_thread}
         return ipp_private.send_control_request(self.client, engine, "ddip_request", content)
 

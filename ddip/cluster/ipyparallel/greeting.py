@@ -41,9 +41,10 @@ def wait_for(
 
 
 def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
-    """Use every channel of every engine until it answers, and return the hellos in order; `check` as in `wait_for`.
+    """Use every channel of every engine until it answers, and return the hellos in order.
 
-    Messages are repeated, since a router drops what it receives before the engine has connected to it.
+    `check` as in `wait_for`. Messages are repeated, since a router drops what it receives before the engine has
+    connected to it.
     """
     hellos: dict[int, Hello] = {}
     listening: set[int] = set()

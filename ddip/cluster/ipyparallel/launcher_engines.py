@@ -113,9 +113,9 @@ def hold_cluster(file: str) -> bool:
 
 
 def give_back(file: str) -> None:
-    """Give up one hold on the cluster with this connection file; after the last hold, end it, and wait for that.
+    """Give up one hold on the cluster with this connection file; end it after the last hold.
 
-    Does nothing for a cluster that ddip has not started.
+    Waits for its end. Does nothing for a cluster that ddip has not started.
     """
     if file in _holds:
         _holds[file] -= 1

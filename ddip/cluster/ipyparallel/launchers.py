@@ -257,9 +257,9 @@ def processes_of(launchers: Iterable[Launcher]) -> list[Proc]:
 
 
 def end_launched(launchers: Iterable[Launcher]) -> None:
-    """End the processes of `launchers` concurrently, and wait until they have ended, on other hosts END_SECONDS.
+    """End the processes of `launchers` concurrently, and wait until they have ended.
 
-    ipyparallel would end them one by one, and wait 5 s for a busy one.
+    On other hosts, it waits at most END_SECONDS. ipyparallel would end them one by one, and wait 5 s for a busy one.
     """
     launchers = list(launchers)
     remote: dict[str, tuple[Host, list[int]]] = {}
@@ -345,9 +345,10 @@ def engine_arguments(engine: int, timeout: float) -> list[str]:
 
 
 async def make_client(cluster: IppCluster, timeout: float) -> RankClient:
-    """Connect a `RankClient` to the cluster; raise TimeoutError if its Hub does not answer within `timeout` seconds.
+    """Connect a `RankClient` to the cluster, and return it.
 
-    Does what ``ipyparallel.Cluster.connect_client`` does for an ipyparallel client.
+    Raises TimeoutError if the Hub does not answer within `timeout` seconds. Does what
+    ``ipyparallel.Cluster.connect_client`` does for an ipyparallel client.
     """
     info: Any = cluster.controller.get_connection_info()
     files = await info if inspect.isawaitable(info) else info

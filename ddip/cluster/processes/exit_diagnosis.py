@@ -161,7 +161,7 @@ class EngineLogs:
         return log_end(log.decode(errors="replace"), LOG_LINES)
 
     def text(self, engine: int) -> str:
-        """Return the `tail` of the engine's log as the end of an error message; it begins with its own separator."""
+        """Return the `tail` of the engine's log as the end of an error message, with a separator."""
         lines = self.tail(engine)
         return "\nend of an engine's log:\n  " + "\n  ".join(lines) if lines else "; its log is empty"
 

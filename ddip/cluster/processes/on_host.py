@@ -147,7 +147,7 @@ def stack_location(pid: int, run_folder: str) -> dict[str, Any] | None:
 
 
 def stopped_text(pid: int) -> str:
-    """Describe a process that a signal or a debugger has stopped, with a remedy; empty if it is not stopped."""
+    """Describe a process that a signal or a debugger has stopped, with a remedy; empty for others."""
     return processes.stopped_text(pid)
 
 
@@ -182,12 +182,15 @@ def host_memory() -> list[int]:
 
 
 def end_sessions(pids: Sequence[int]) -> None:
-    """End processes, each the leader of a session, and all processes that they started; wait until they have ended."""
+    """End processes, each the leader of a session, and all processes that they started.
+
+    Waits until they have ended.
+    """
     end_processes(find_existing(pids))
 
 
 def cpu_usage(pids: Sequence[int]) -> list[tuple[float, bool] | None]:
-    """Return the CPU time in seconds of each process with its descendants, and whether any of these is running.
+    """Return the CPU seconds of each process with its descendants, and whether any of these is running.
 
     None for a process that has ended.
     """
@@ -286,7 +289,7 @@ def find_route(address: str) -> tuple[str, str]:
 
 
 def try_connections(targets: Sequence[tuple[str, int]], seconds: float) -> list[str]:
-    """Connect to `targets`, addresses and ports of other hosts, in parallel; return the error of each, in order.
+    """Connect in parallel to `targets`, addresses and ports of other hosts; return the errors in order.
 
     The error is empty if the connection succeeded. Each is tried for up to `seconds`.
     """

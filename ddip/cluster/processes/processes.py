@@ -66,7 +66,7 @@ def find_existing(pids: Iterable[int]) -> list[Proc]:
 
 
 def stopped_text(pid: int) -> str:
-    """Describe a process that a signal or a debugger has stopped, with a remedy; empty if it is not stopped."""
+    """Describe a process that a signal or a debugger has stopped, with a remedy; empty for others."""
     with contextlib.suppress(psutil.Error):
         match psutil.Process(pid).status():
             case psutil.STATUS_STOPPED:

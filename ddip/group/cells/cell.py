@@ -193,7 +193,7 @@ class Cell:
         return ended
 
     def wait_for_end(self, seconds: float | None = None) -> bool:
-        """Wait as `wait` does, but do not raise the cell's error; return False if it still runs after `seconds`.
+        """Wait as `wait` does, but do not raise the cell's error; return False if it still runs.
 
         Raises RequestInterrupted if the user presses the stop button first; the cell continues then.
         """

@@ -23,7 +23,7 @@ def data_of(
     most: int = TEXT_CHARACTERS,
     only: Collection[int] | None = None,
 ) -> CellData:
-    """Return a cell's output and state on each of its ranks, or on the ranks in `only`, as plain data for JSON.
+    """Return a cell's output and state on each of its ranks, or on those in `only`, as data for JSON.
 
     `outcome` overrides the cell's own, if it is known before the cell is marked as ended. Each rank's text is cut to
     its last `most` characters, and marked as cut.

@@ -169,16 +169,19 @@ class Cells:
     # -- running cells
 
     def number(self) -> int:
-        """Return the number for a new cell: the notebook's, or the next one in a script. Call it once per cell."""
+        """Return the number for a new cell: the notebook's, or the next one in a script.
+
+        Call it once per cell.
+        """
         self._count += 1
         return cell_number() or self._count
 
     def admit(self, cell: Cell, limits: Limits, until_it_ends: contextlib.ExitStack) -> RunningCell:
-        """Register `cell` as active and in the history, so that its ranks are busy; return it for `run` or `start`.
+        """Register `cell` as active and in the history, and return it for `run` or `start`.
 
-        The caller has made sure that the ranks are free, or that the cell will wait for them. Sends nothing. `limits`
-        are the cell's time limits. Until `until_it_ends` closes, the stop button stops the cell; a KeyboardInterrupt
-        could otherwise leave a cell that never ends.
+        Its ranks are busy until it ends. The caller has made sure that the ranks are free, or that the cell will wait
+        for them. Sends nothing. `limits` are the cell's time limits. Until `until_it_ends` closes, the stop button
+        stops the cell; a KeyboardInterrupt could otherwise leave a cell that never ends.
         """
         abort, is_alone = partial(self._abort_collectives_of, cell), partial(self._is_alone, cell)
         running = RunningCell(self._ranks, abort, is_alone, self._manager, cell, limits)
@@ -249,7 +252,7 @@ class Cells:
     def _wait_and_send(
         self, running: RunningCell, ready: Callable[[], object], asked: CellOptions, before: list[Cell]
     ) -> bool:
-        """Wait for the cells `before` this one, call `ready`, then send the cell; return False if it ended unsent.
+        """Wait for the cells `before` this one, call `ready`, then send the cell; return False if unsent.
 
         `asked`: its options for the ranks. Never raises: an error becomes the error of the cell, which did not run
         then.

@@ -153,7 +153,7 @@ class Comms:
         self._change_outputs(name, widget, outputs)
 
     def clear_output(self, name: str, wait: bool) -> None:
-        """Remove the output in the state of the Output widget `name`; with `wait`, only when the next output comes."""
+        """Remove the output of the Output widget `name`; with `wait`, only when the next output comes."""
         widget = self._widgets.get(name)
         if widget is not None and not wait:
             self._change_outputs(name, widget, [])
@@ -188,7 +188,7 @@ class Comms:
         return any(value is not None for state in states for key, value in state.items() if not key.startswith("_"))
 
     def announce(self, name: str, page: CellOutputArea) -> None:
-        """Announce a widget to the page, after its parts; do nothing if the page knows it, or it does not exist."""
+        """Announce a widget to the page, after its parts, unless the page knows it or it does not exist."""
         widget = self._widgets.get(name)
         if widget is None or widget.announced:
             return

@@ -114,9 +114,10 @@ class Differences:
         self._cut_reported = self._has_trained = False
 
     def note_fault(self, cell: str, trained: bool = False) -> None:
-        """Record that a cell failed, was stopped, timed out or lost a rank; `report_fault` then compares the ranks.
+        """Record that a cell failed, was stopped, timed out or lost a rank.
 
-        `cell`: unique name of its run. `trained`: the cell may have begun training iterations.
+        `report_fault` then compares the ranks. `cell`: unique name of its run. `trained`: the cell may have begun
+        training iterations.
         """
         self._failed.append(cell)
         self._has_trained |= trained
@@ -266,13 +267,16 @@ class Differences:
 
 
 def rows_of(packed: bytes) -> Rows:
-    """Unpack the rows of ``inspection.hash_variables``: value and version by path, each a hash or number of 64 bits."""
+    """Unpack the rows of ``inspection.hash_variables``: value and version by path.
+
+    Each is a hash or number of 64 bits.
+    """
     numbers = array("Q", packed)
     return {numbers[n]: (numbers[n + 1], numbers[n + 2]) for n in range(0, len(numbers), 3)}
 
 
 def broken_paths(reports: Sequence[Compared]) -> tuple[list[int], dict[int, Kind], bool]:
-    """Compare the `reports` of all ranks, and classify the paths that differ by what was known after good cells.
+    """Compare `reports` of all ranks, and classify differing paths by what was known after good cells.
 
     Returns the hashes of the paths that a fault has broken, the kind of each other differing path by its hash, and True
     if no good state is known to compare with, so that no path can count as broken.
@@ -375,7 +379,10 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
 
 
 def fault_text(found: Findings, size: int) -> str:
-    """Return the report for the user in several lines; empty if nothing was found. `size`: number of ranks."""
+    """Return the report for the user in several lines; empty if nothing was found.
+
+    `size`: number of ranks.
+    """
     lines = []
     if found.differences:
         lines.append("the ranks differ after the fault:")

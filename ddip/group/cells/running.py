@@ -90,7 +90,10 @@ class Notices:
         )
 
     def report_stall(self, seconds: float, places: Places, causes: Sequence[str]) -> None:
-        """Print that no rank has made progress for `seconds`, where each is, and the `causes` that are not empty."""
+        """Print that no rank has made progress for `seconds`, where each is, and the known `causes`.
+
+        Causes may be empty.
+        """
         lines = [f"no rank has made progress for {seconds:g} s:", places_text(places), *filter(None, causes)]
         hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
@@ -282,7 +285,10 @@ class RunningCell:
     # -- beginning and end
 
     def send(self, asked: CellOptions) -> None:
-        """Send the cell to its ranks, with the options `asked`, without waiting; `follow` then shows its output."""
+        """Send the cell to its ranks, with the options `asked`, without waiting.
+
+        `follow` then shows its output.
+        """
         ranks = list(self.cell.ranks)
         self._state.ranks = ranks
         for rank in self._show.show_ranks.difference(ranks):
@@ -299,11 +305,17 @@ class RunningCell:
         return lambda _: self.events.put(event)
 
     def press_stop(self) -> None:
-        """Interrupt the cell as the stop button does, without waiting; callable from any thread or a signal handler."""
+        """Interrupt the cell as the stop button does, without waiting.
+
+        Callable from any thread or a signal handler.
+        """
         self.events.put(StopPressed())
 
     def end_with_group(self, why: str) -> None:
-        """End the cell because its group ends, with the message `why`, without waiting; callable from any thread."""
+        """End the cell because its group ends, with the message `why`, without waiting.
+
+        Callable from any thread.
+        """
         self.events.put(GroupEnded(why))
 
     @property

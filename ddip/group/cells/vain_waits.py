@@ -50,12 +50,13 @@ class VainWaits:
         now: float,
         is_stopped: bool = False,
     ) -> bool:
-        """Ask the `running` ranks where they wait, if it is time; return True if all waited in vain, now and before.
+        """Ask the `running` ranks where they wait, if it is time; return True if all wait in vain.
 
-        `reports`: those of the ranks on which the cell has ended, by rank; None without one. `ended`: ranks whose
-        processes have ended. `now`: ``time.monotonic``. If the cell `is_stopped`, it suffices that all wait, and one of
-        them for a part that another has not begun. Call it repeatedly: it waits at most ANSWER_SECONDS per question, and
-        returns False between two looks. After True, `missing` names the ranks that were waited for.
+        The look before must have found the same waits. `reports`: those of the ranks on which the cell has ended, by
+        rank; None without one. `ended`: ranks whose processes have ended. `now`: ``time.monotonic``. If the cell
+        `is_stopped`, it suffices that all wait, and one of them for a part that another has not begun. Call it
+        repeatedly: it waits at most ANSWER_SECONDS per question, and returns False between two looks. `missing` then
+        names the ranks that were waited for.
         """
         if len(reports) != self._finished:
             self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
@@ -98,11 +99,11 @@ class VainWaits:
 def find_missing(
     rank: int, begun: Begun, by_ended: Mapping[int, Begun], size: int, former: Begun | None = None
 ) -> set[int]:
-    """Return the ended ranks that will never begin their part of an operation of `rank` in this cell.
+    """Return the ranks in `by_ended` that will never begin their part of an operation of `rank`.
 
     `begun` has the operations of `rank`, and `by_ended` those of each rank that begins no more; `size`: number of ranks
-    in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for
-    those that earlier cells have left, such as an ``isend`` that a later cell receives.
+    in the default group. `former` has the operations of `rank` before the cell, if known: it need not wait for those
+    that earlier cells have left, such as an ``isend`` that a later cell receives.
     """
     missing = set()
     for group, use in begun.items():

@@ -65,14 +65,17 @@ class Engines:
         return members
 
     def check_torch(self, spec: GroupSpec) -> None:
-        """Raise BadInput if the ranks' torch cannot do what `spec` needs; do nothing if no rank answers in time."""
+        """Raise BadInput if the ranks' torch cannot do what `spec` needs.
+
+        Does nothing if no rank answers in time.
+        """
         answers = self._ranks.call_on_control_channel(self._ranks.live, on_rank.make_hello(), seconds=HELLO_SECONDS)
         hello = next((answer for answer in answers.values() if answer is not None), None)
         if hello is not None:
             _check_torch(spec, hello)
 
     def _start_engines(self, ranks: Sequence[int], spec: GroupSpec, app: str | None, deadline: float) -> list[Member]:
-        """Start new engines for `ranks` of `spec`, wait until they can be used, and return their members in order.
+        """Start new engines for `ranks` of `spec`, wait for them, and return their members in order.
 
         Other arguments as in `complete`. Raises GroupError, or BadInput if their torch cannot do what `spec` needs.
         """
@@ -128,7 +131,7 @@ def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
 
 
 def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
-    """Return the environment variables to set before torch loads on the host with this `number` and `facts`.
+    """Return environment variables to set before torch loads on host `number`, which has these `facts`.
 
     They set the number of threads, the GPUs that ranks see, NCCL options and the notebook's switches.
     """

@@ -142,7 +142,7 @@ class Members:
         return self.cluster.host_of(self.members[rank].engine)
 
     def describe_end(self, rank: int) -> RankError:
-        """Describe the end of `rank` as an error: its PID, how and why it ended, and the last lines of its log."""
+        """Describe the end of `rank` as an error: its PID, how and why it ended, and the end of its log."""
         member, host = self.members[rank], self.host(rank)
         if member.engine not in self.cluster.exits:
             text = f"pid {member.pid} lost its heartbeat, and the controller has unregistered it"
@@ -189,9 +189,9 @@ class Members:
         seconds: float = ANSWER_SECONDS,
         button: stopping.Button | None = None,
     ) -> dict[int, R | None]:
-        """Make `call` on the control threads of `ranks`, which answer even while a cell runs; wait for the answers.
+        """Make `call` on the control threads of `ranks`, which answer even while a cell runs.
 
-        For parameters and result, see `call_each_on_control_channel`.
+        Waits for the answers. For parameters and result, see `call_each_on_control_channel`.
         """
         return self.call_each_on_control_channel(dict.fromkeys(ranks, call), seconds, button)
 
@@ -219,7 +219,7 @@ class Members:
         return {rank: answers[rank].get("ok") if rank in answers else None for rank in calls}
 
     def connections(self, ranks: Sequence[int]) -> dict[int, list[tuple[Any, ...]]]:
-        """Return the TCP connections of each of `ranks`, as pairs of ends: own address and port, then the other's.
+        """Return the TCP connections of each of `ranks`: own address and port, then the other's.
 
         Silent ranks are looked up by their hosts; the list is empty if these do not answer either.
         """
@@ -230,16 +230,16 @@ class Members:
         return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
     def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
-        """Return the stack location of the main thread of each of `ranks`, by rank; waits at most `seconds` for them.
+        """Return the stack location of the main thread of each of `ranks`, by rank.
 
-        For ranks that do not answer, see `places_from_outside`.
+        Waits at most `seconds` for the ranks. For ranks that do not answer, see `places_from_outside`.
         """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
         outside = self.places_from_outside([rank for rank, answer in answers.items() if answer is None])
         return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
 
     def advise_on_stuck(self, stuck: Sequence[int]) -> str:
-        """Return advice for the user about `stuck` ranks, which do not stop, or about stopped processes in between."""
+        """Return advice for the user about `stuck` ranks, or about stopped processes that delay their answers."""
         return self.cluster.stopped() or tables.advise_on_stuck(stuck)
 
     def find_unstoppable(self, ranks: Sequence[int]) -> list[int]:
@@ -285,11 +285,17 @@ class Members:
                 host.ask(on_host.carry_on, [member.pid for member in live if member.binding.host == number])
 
     def interrupt(self, cells: Mapping[int, str]) -> None:
-        """Interrupt on each rank the request with the given message id, even if it has yet to arrive; does not wait."""
+        """Interrupt on each rank the request with the given message id, even if it has yet to arrive.
+
+        Does not wait.
+        """
         self._interrupt(cells)
 
     def interrupt_what_runs(self, ranks: Sequence[int]) -> None:
-        """Interrupt the cells that `ranks` are running now, but not the next ones; wait briefly until they know."""
+        """Interrupt the cells that `ranks` are running now, but not the next ones.
+
+        Waits briefly until the ranks know.
+        """
         concurrent.futures.wait(self._interrupt(dict.fromkeys(ranks)), timeout=ANSWER_SECONDS)
 
     def _interrupt(self, cells: Mapping[int, str | None]) -> list[concurrent.futures.Future[Any]]:

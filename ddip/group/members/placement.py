@@ -141,7 +141,7 @@ class GroupSpec:
         return f"{self.size} rank{'s' * (self.size > 1)} on {devices}{hosts_text}, {self.backend}"
 
     def visible(self, host: int = 0) -> tuple[int, ...]:
-        """Return the GPUs to make visible to ranks on `host`, each once; they see the Nth of them as ``cuda:N``."""
+        """Return the GPUs to make visible to ranks on `host`, each once; the Nth is ``cuda:N`` there."""
         gpus = [self.gpus[rank] for rank in self.ranks_on(host)]
         return tuple(dict.fromkeys(gpu for gpu in gpus if gpu is not None))
 
@@ -233,10 +233,10 @@ def parse_hosts(typed: str) -> tuple[HostRequest, ...]:
 
 
 def place_group(request: Request, hosts: Sequence[HostDevices], nccl_shares: bool = False) -> GroupSpec:
-    """Choose device, backend and host of each rank of `request`, on `hosts` in this order. Raises BadInput.
+    """Choose device, backend and host of each rank of `request`, on `hosts` in this order.
 
-    `hosts` has one entry per requested host, or the notebook's machine alone. `nccl_shares`: nccl may share a GPU
-    between ranks.
+    Raises BadInput. `hosts` has one entry per requested host, or the notebook's machine alone. `nccl_shares`: nccl may
+    share a GPU between ranks.
     """
     counts = [host.count for host in request.hosts] or [None] * len(hosts)
     placed = [_place_on_host(request, count, host) for count, host in zip(counts, hosts, strict=True)]
@@ -307,7 +307,7 @@ class DeviceBinding:
 
 
 def match_engines(berths: Sequence[DeviceBinding], new: GroupSpec) -> list[int | None]:
-    """Return the index in `berths` of a fitting engine for each rank of the `new` group; None: start another one.
+    """Return the index in `berths` of an engine for each rank of the `new` group; None: start another.
 
     `berths`: bindings of the running engines. An engine fits if its device stays the same: its tensors are there, and a
     process cannot change its visible GPUs.

@@ -57,14 +57,17 @@ class Allocation:
         return f"{notice}, so the ranks are on the CPU; install torch for GPUs there, or name a --setup if it needs one"
 
     def has(self, number: int) -> bool:
-        """Return whether host `number` is still a node of its Slurm job; raise GroupError if Slurm does not answer."""
+        """Return whether host `number` is still a node of its Slurm job.
+
+        Raises GroupError if Slurm does not answer.
+        """
         return self.request.hosts[number].name in slurm.node_names(self.request.reach.jobs[number])
 
     def request_nodes(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
-        """Submit a Slurm job for one new node per host in `lost_hosts`, wait until it runs; return its ID and nodes.
+        """Submit a Slurm job for one new node per host in `lost_hosts`, and return its ID and nodes.
 
-        `move` then moves the group there. Raises GroupError, also if the group's job is not ddip's, or
-        RequestInterrupted.
+        It waits until the job runs; `move` then moves the group there. Raises GroupError, also if the group's job is
+        not ddip's, or RequestInterrupted.
         """
         reach, names = self.request.reach, [host.name for host in self.request.hosts]
         if not reach.slurm:
@@ -99,7 +102,7 @@ class Allocation:
 
 
 def allocate_hosts(request: Request, progress: Report) -> Allocation:
-    """Return the allocation of a group for `request`, after finding its hosts if `request` does not name them.
+    """Return the allocation of a group for `request`, after finding its hosts if it does not name them.
 
     It may submit a Slurm job or start an ipyparallel cluster, and waits for it. Raises BadInput, GroupError or
     RequestInterrupted; jobs and clusters that it had begun to use are given back then.

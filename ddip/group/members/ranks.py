@@ -66,11 +66,14 @@ class Ranks(Members):
         stoppable: bool = True,
         size: int = 0,
     ) -> list[R]:
-        """Make `call` on the main thread of each of `ranks`; wait, and return the results in order. See `ask_each`."""
+        """Make `call` on the main thread of each of `ranks`, and return the results in order.
+
+        Waits; see `ask_each`.
+        """
         return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable, size=size)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
-        """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook.
+        """Make calls as `ask_each` does, but only for ASK_SECONDS: an endless finalizer must not hang the notebook.
 
         Raises RequestFailed also if a rank takes longer.
         """
@@ -93,13 +96,13 @@ class Ranks(Members):
         together: bool = True,
         size: int = 0,
     ) -> list[R]:
-        """Make one call per rank on the main threads, all of one function; wait, and return the results in order.
+        """Make one call per rank on the main threads, all of one function; return the results in order.
 
-        The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait for ends the requests
-        early: ranks are interrupted, and `release` aborts the collectives of those that wait in one. Ranks that do not
-        stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to finish by themselves. If
-        they do not act `together`, a rank that fails ends nothing for the others. `size`: bytes that calls and answers
-        carry, if that is many, for messages about slow links.
+        Waits for all ranks. The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait
+        for ends the requests early: ranks are interrupted, and `release` aborts the collectives of those that wait in
+        one. Ranks that do not stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to
+        finish by themselves. If they do not act `together`, a rank that fails ends nothing for the others. `size`:
+        bytes that calls and answers carry, if that is many, for messages about slow links.
 
         Raises RequestFailed if a rank failed, has ended or was late, RequestInterrupted, or GroupError if the
         controller ends.
@@ -148,7 +151,10 @@ class Ranks(Members):
             raise RequestFailed(f"{doing} failed: {CellError(ended, self.repair_text)}", ended)
 
     def tell(self, ranks: Sequence[int], call: RemoteCall[object]) -> None:
-        """Make `call` on each of `ranks` that is running, once it is free; return at once, and ignore the outcome."""
+        """Make `call` on each of `ranks` that is running, once it is free; return at once.
+
+        Its outcome is ignored.
+        """
         for rank in self.live:
             if rank in ranks:
                 self._send(rank, call)
@@ -159,7 +165,7 @@ class Ranks(Members):
     def _wait_for_all(
         self, requests: Requests, deadline: float | None, button: stopping.Button, grace: float | None
     ) -> None:
-        """Wait until all `requests` are done, the `deadline` (None: no limit) has passed, or `button` is pressed.
+        """Wait until all `requests` are done, the `deadline` has passed, or `button` is pressed.
 
         Once a rank has failed, wait only `grace` seconds more; None: no limit. Raises GroupError if the controller
         ends.
@@ -319,7 +325,10 @@ class Ranks(Members):
         return (request.result().value or {}).get("ok")  # type: ignore[no-any-return]
 
     def end_late(self) -> None:
-        """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now; does not wait."""
+        """Interrupt requests of `try_call` that timed out and still run, as the ranks are needed now.
+
+        Does not wait.
+        """
         if self._late:
             self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished_ranks(self._late)})
             self._late.clear()

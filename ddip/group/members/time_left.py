@@ -25,7 +25,10 @@ class TimeLeft:
         self._guard = Guard("how long a job still has could not be found out")
 
     def follow(self, jobs: Iterable[int]) -> None:
-        """Watch these jobs instead of the former ones, and print a warning before the first ends; empty: watch none."""
+        """Watch these jobs instead of the former ones, and print a warning before the first ends.
+
+        If there are none, watch none.
+        """
         if self._timer is not None:
             self._timer.cancel()
         former, self._jobs = self._jobs, tuple(jobs)

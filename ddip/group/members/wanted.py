@@ -47,10 +47,10 @@ def ensure_same_hosts(request: Request, old: Request) -> None:
 
 
 def replaced_hosts(hosts: Sequence[HostRequest], old: Request, lost: Sequence[bool]) -> list[int]:
-    """Return the numbers of the hosts of `old` in whose place `hosts` names others; none if `hosts` is empty.
+    """Return the numbers of the hosts of `old` in whose place `hosts` names others.
 
-    `lost`: whether each host of `old` is lost. Raises BadInput if `hosts` replaces one that is not, changes a number of
-    ranks, has another length, or if Slurm chose the hosts.
+    There are none if `hosts` is empty. `lost`: whether each host of `old` is lost. Raises BadInput if `hosts` replaces
+    one that is not, changes a number of ranks, has another length, or if Slurm chose the hosts.
     """
     if not hosts:
         return []

@@ -85,7 +85,7 @@ class StopProgress:
         self._moved: set[int] = set()
 
     def find_moving(self, running: Sequence[int]) -> list[int]:
-        """Ask the `running` ranks, and return those that make progress: they moved since this or the previous call.
+        """Ask the `running` ranks, and return those that have not stood still twice in a row.
 
         Call it repeatedly: each call compares with the one before. Returns none after ENDING_SECONDS.
         """

@@ -44,10 +44,10 @@ _numbers = itertools.count(1)
 
 
 def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
-    """Put pickled objects into the namespaces of the ranks `to`, either all of them or none; wait for that.
+    """Put pickled objects into the namespaces of the ranks `to`, either all of them or none.
 
-    `packed`: pickles by name. The names `along` do not replace existing variables. Raises TransferError if a rank
-    cannot unpickle one, RequestFailed, and RequestInterrupted; no variable has changed then.
+    Waits for that. `packed`: pickles by name. The names `along` do not replace existing variables. Raises TransferError
+    if a rank cannot unpickle one, RequestFailed, and RequestInterrupted; no variable has changed then.
     """
     number = next(_numbers)
     with stopping.note_presses() as button:
@@ -174,7 +174,7 @@ class _Delivery:
             self._send(dict.fromkeys(ranks, False), number, load)
 
     def _send_once_per_host(self, hosts: Sequence[Sequence[int]], number: int, load: Load) -> list[int]:
-        """Send load `number` to the first rank on each host for all of them; return the ranks that cannot read it."""
+        """Send load `number` to the first rank on each host for all; return the ranks that cannot read it."""
         paths = self._send({on_host[0]: len(on_host) > 1 for on_host in hosts}, number, load)
         return self._attach_ranks({rank: paths[on_host[0]] for on_host in hosts for rank in on_host[1:]}, number, load)
 

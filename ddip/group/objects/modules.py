@@ -108,7 +108,10 @@ class ModulesPushed:
 
 
 def find_sources(names: str | Sequence[str]) -> list[Source]:
-    """Read the sources of the user's own modules `names`; raise BadInput if none is named or one cannot be sent."""
+    """Read the sources of the user's own modules `names`.
+
+    Raises BadInput if none is named or one cannot be sent.
+    """
     given = names.split(",") if isinstance(names, str) else names
     wanted = [*dict.fromkeys(name.strip() for name in given if name.strip())]
     if not wanted:
@@ -166,7 +169,7 @@ def _path_of(name: str) -> Path:
 
 
 def _is_installed(name: str, place: Path) -> bool:
-    """Return whether the module `name` at `place` belongs to the Python environment rather than to the user."""
+    """Return whether the module `name` at `place` belongs to the Python environment, not to the user."""
     if name == "ddip":
         return True
     resolved = place.resolve()
@@ -212,7 +215,7 @@ def _ensure_small(name: str, size: int, count: int, place: Path) -> None:
 
 
 def suggest_push(text: str, ranks: Ranks) -> str:
-    """Return advice with the command to type if the ranks' error `text` is about missing modules of the user.
+    """Return the command to type if the ranks' error `text` is about missing modules of the user.
 
     It is empty otherwise, and if all ranks are on the notebook's host.
     """
@@ -238,10 +241,10 @@ class Modules:
         """Digest of each module, by the run folder of its host."""
 
     def push(self, ranks: Ranks, sources: Sequence[Source], reload: bool, progress: Report) -> ModulesPushed:
-        """Bring `sources` to all other hosts that lack them or have other versions; wait until ranks can import them.
+        """Bring `sources` to all other hosts that lack them or have other versions.
 
-        `reload`: ranks reload modules that they have imported. Raises RequestFailed or RequestInterrupted; some hosts
-        may have received modules then.
+        Waits until ranks there can import them. `reload`: ranks reload modules that they have imported. Raises
+        RequestFailed or RequestInterrupted; some hosts may have received modules then.
         """
         changed = self._send_sources(ranks, sources, progress)
         by_host = _ranks_elsewhere(ranks)

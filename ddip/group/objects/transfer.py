@@ -105,7 +105,7 @@ def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], prog
 
 
 def notify_shares(shares: Iterable[str], what: str) -> None:
-    """Print each of `shares`, the descriptions of objects that were not copied although a part of them was.
+    """Print each of `shares`, which describe objects that were not copied although a part was.
 
     `what`: the participle for the message, such as ``pushed``.
     """
@@ -130,7 +130,7 @@ class Fetched:
 def fetch_variables(
     ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str = ""
 ) -> list[Fetched]:
-    """Fetch the pickled variables `names` of each of the ranks `of`, in their order, without unpickling them.
+    """Fetch the pickled variables `names` of each of the ranks `of`, in their order.
 
     Names that their functions read come along, unless they are in `known`, the receiver's names separated by spaces.
     Raises RequestFailed or RequestInterrupted; missing names and failed pickles raise nothing here, but in

@@ -35,7 +35,7 @@ class Fitness:
         """The ranks that were found unable to join any group."""
 
     def find_unfit(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """Let each idle rank form a group of one, and return those that cannot, each with its error; empty if all can.
+        """Let each idle rank form a group of one; return those that cannot, each with its error.
 
         Each trial may take TRY_SECONDS. Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
         """

@@ -85,9 +85,9 @@ class RendezvousFactory:
     def find_partition(
         self, hosts: Sequence[int], seconds: float = BRIEF_SECONDS, answer_seconds: float = 2 * BRIEF_SECONDS
     ) -> Partition | None:
-        """Let the hosts numbered `hosts` try for `seconds` to reach each other, and return which could not; else None.
+        """Let the hosts numbered `hosts` try for `seconds` to reach each other; return which could not.
 
-        Raises GroupError if a host does not answer the notebook within `answer_seconds`.
+        Returns None if all could. Raises GroupError if a host does not answer the notebook within `answer_seconds`.
         """
         began, places = time.time(), tuple(hosts)
         gaps = []
@@ -135,7 +135,10 @@ class RendezvousFactory:
         return self._ranks.cluster.hosts[number]
 
     def _serve_store(self, rank: int, address: str) -> int:
-        """Let `rank` serve the store at its `address`; return the port. Raises RequestFailed if it does not answer."""
+        """Let `rank` serve the store at its `address`; return the port.
+
+        Raises RequestFailed if it does not answer.
+        """
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:
             problem = f"rank {rank} did not open the group's store at {address} within {NEEDED_SECONDS:g} s"
@@ -164,7 +167,10 @@ class RendezvousFactory:
     def specs(
         self, meeting: Rendezvous, spec: GroupSpec, *, collect: bool, groups: int, seconds: float
     ) -> dict[int, RankSpec]:
-        """Return the `RankSpec` of each rank that meets, by rank; `collect`, `groups`, `seconds` are fields of it."""
+        """Return the `RankSpec` of each rank that meets, by rank.
+
+        `collect`, `groups` and `seconds` are fields of it.
+        """
         specs = {}
         # read once per host: for this host, each access computes them again
         hosts = {number: self._host_at(number).facts for number in meeting.hosts}

@@ -39,9 +39,9 @@ class Network:
 
 
 def of_hosts(hosts: Sequence[Host]) -> list[Network]:
-    """Return the network of each of `hosts`, in order, which have ranks of one group; the first is rank 0's.
+    """Return the network of each of `hosts`, in order, which have ranks of one group.
 
-    Asks the hosts, and waits. Raises GroupError if one of them has no route to the first.
+    The first host is rank 0's. Asks the hosts, and waits. Raises GroupError if one of them has no route to the first.
     """
     if len(hosts) == 1:
         return [Network(LOOPBACK, host_module.loopback_name())]

@@ -76,7 +76,10 @@ class ProcessGroupManager:
         """Number of the current group, counting those formed by ddip or by a cell."""
 
     def networks(self) -> dict[int, Network]:
-        """Return address and interface of each host by its number; empty if the group is on one host or not formed."""
+        """Return address and interface of each host by its number.
+
+        Empty if the group is on one host or not formed.
+        """
         found = {} if self._meeting is None else dict(zip(self._meeting.hosts, self._meeting.networks, strict=True))
         return found if len(found) > 1 else {}
 
@@ -226,10 +229,10 @@ class ProcessGroupManager:
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
     def leave(self, deadline: float) -> LostObjects:
-        """Let all running ranks leave their group, whatever its state; return the number of objects that end with it.
+        """Let all running ranks leave their group; return the number of objects that end with it.
 
-        Aborts pending collectives first if the group is not `healthy`, and marks it as unhealthy. Raises RequestFailed,
-        RequestInterrupted, or GroupError if the controller ends.
+        The group may be in any state. Aborts pending collectives first if the group is not `healthy`, and marks it as
+        unhealthy. Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
         """
         if not self.healthy:
             self.release()

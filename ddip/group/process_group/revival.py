@@ -79,9 +79,9 @@ class NewRanks:
         return bool(self._without_settings)
 
     def carry_settings(self) -> None:
-        """Give the new ranks the process settings that cells have changed on the others; `carried` describes them.
+        """Give the new ranks the process settings that cells have changed on the others.
 
-        Raises RequestFailed or RequestInterrupted.
+        `carried` then describes them. Raises RequestFailed or RequestInterrupted.
         """
         self.carried = carry_settings(self._ranks, self._ranks_of(self._without_settings))
         self._without_settings.clear()

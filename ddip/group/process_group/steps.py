@@ -81,10 +81,10 @@ class Steps:
         return self._known.get(rank)
 
     def are_messages_uneven(self, reports: Mapping[int, Begun], size: int) -> bool:
-        """Return whether a message was sent but not received, or the reverse, between the last `update` and `reports`.
+        """Return whether a message was sent but not received, or the reverse, since the last `update`.
 
-        After a failed cell, the next send or receive would meet it. `size`: number of ranks in the default group.
-        Groups that other threads still use are left out.
+        `reports`: the present operations by rank. After a failed cell, the next send or receive would meet it. `size`:
+        number of ranks in the default group. Groups that other threads still use are left out.
         """
         groups: dict[str, list[int]] = {}
         for report in reports.values():

@@ -27,7 +27,7 @@ PINGS = 8
 
 
 def folder_for(typed: str) -> Path:
-    """Create the folder for the traces if it is missing, delete the files of an earlier profile in it, and return it.
+    """Create the folder for the traces if missing, delete an earlier profile in it, and return it.
 
     `typed` empty: a new folder in the current directory. Raises BadInput if nothing can be written there.
     """
@@ -85,9 +85,10 @@ class Profiling:
     def finish(
         self, ranks: Sequence[int], stuck: Sequence[int], show: Callable[[dict[str, str]], object] | None = None
     ) -> None:
-        """Collect the profile of `ranks`, write it, set `result`, and show it with `show` or below the notebook's cell.
+        """Collect the profile of `ranks`, write it, set `result`, and show it.
 
-        Ranks that are `stuck` in the cell are left out. `show` gets a MIME bundle.
+        By default, it is shown below the notebook's cell. Ranks that are `stuck` in the cell are left out. `show` gets
+        a MIME bundle.
         """
         reports, missing = self._collect_reports(ranks, stuck)
         offsets = self._clock_offsets(list(reports))

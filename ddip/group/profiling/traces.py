@@ -55,7 +55,10 @@ def _name_events(rank: int) -> list[Event]:
 
 
 def of_rank(rank: int, trace: io.TextIOBase | Any, begin: int) -> Iterator[Event]:
-    """Yield the events of a rank's `trace` for the merged file, whose time 0 is `begin` on the rank's clock (ns)."""
+    """Yield the events of a rank's `trace` for the merged file, whose time 0 is `begin` on its clock.
+
+    `begin` is in nanoseconds.
+    """
     head, events = _split_trace(trace)
     shift = (begin - int(head.get(BASE, 0))) / 1000
     pid: Any = None

@@ -82,7 +82,10 @@ class _Peek:
         return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
 
     def drop(self) -> dict[int, dict[str, Any] | None]:
-        """Let the ranks drop their pickled objects; return by rank where those are that still pickle, else None."""
+        """Let the ranks drop their pickled objects; return by rank where those are that still pickle.
+
+        Ranks that do not answer have None.
+        """
         pending, self._pending = self._pending, set()
         live = [rank for rank in self._ranks.live if rank in pending]
         call = on_rank.drop_peek(self._number)
@@ -133,7 +136,10 @@ class _Peek:
         return TransferError(f"nothing was pulled: {'; '.join(texts)}; -t SECONDS waits longer")
 
     def _place_text(self, rank: int, pickling_at: dict[str, Any] | None) -> str:
-        """Describe what a late rank does: `pickling_at`, the location of its pickling, or for None its main thread."""
+        """Describe where a late rank is: `pickling_at`, or for None its main thread.
+
+        `pickling_at`: the location of its pickling.
+        """
         names = ", ".join(self._names)
         place = self._ranks.places_from_outside([rank])[rank] if pickling_at is None else StackLocation(**pickling_at)
         if place is None:

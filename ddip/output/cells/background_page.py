@@ -151,7 +151,7 @@ class Differing(CellOutput):
         self._here = here
 
     def finish(self, errors: Errors | None = None, note: str = "", beside: Beside = dict) -> frozenset[int]:
-        """Show only the ranks that differ, finish as `CellOutput` does, and return the ranks whose errors are shown.
+        """Show only ranks that differ, as `CellOutput` does; return the ranks whose errors are shown.
 
         Even a single rank has a label, because text without one is the notebook's.
         """

@@ -83,7 +83,7 @@ def buttons_html(name: str, ranks: Sequence[int]) -> str:
 
 
 def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """Return the HTML of the output that changes: labels and `tabs`, and the line `note`, which may be empty.
+    """Return the HTML of the output that changes: labels, `tabs`, and the line `note` if not empty.
 
     `name` as in `buttons_html`. Until the user selects a tab, the first that has failed is visible, else the first with
     any output.

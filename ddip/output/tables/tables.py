@@ -57,10 +57,10 @@ def cut_off_text(cut_off: Mapping[int, bool]) -> str:
 
 
 def where_text(seconds: Mapping[int, float], *, name_slowest: bool = True) -> str:
-    """Format the ranks and duration of a cell, with the slowest rank if it clearly lags; empty without `seconds`.
+    """Format the ranks and duration of a cell, with the slowest rank if it clearly lags.
 
-    `seconds`: duration by rank. `name_slowest` is False for a failed cell: the rank that took longest may only have
-    waited for the one that failed.
+    Empty without `seconds`. `seconds`: duration by rank. `name_slowest` is False for a failed cell: the rank that took
+    longest may only have waited for the one that failed.
     """
     if not seconds:
         return ""
@@ -195,7 +195,7 @@ def html_table(
 
 
 def still_text(stuck: Sequence[int], busy: Mapping[int, str]) -> str:
-    """Describe `stuck` ranks: each runs an interrupted cell, or the operation that `busy` has for it, by rank."""
+    """Describe `stuck` ranks: each runs an interrupted cell, or the operation in `busy` by rank."""
     running = [rank for rank in stuck if rank not in busy]
     parts = [f"{ranks_text(running)} {_to_be(running)} still running the interrupted cell"] if running else []
     for doing in dict.fromkeys(busy.values()):

@@ -35,7 +35,10 @@ def make_definition(number: int, make: Callable[..., Any], args: tuple[Any, ...]
 
 
 def notebook_definition(number: int) -> Any:
-    """Return the notebook's own function or class for the `number` that a rank sent back, during `unpack_answer`."""
+    """Return the notebook's own function or class for the `number` that a rank sent back.
+
+    Works only within `unpack_answer`.
+    """
     return _own[number]
 
 

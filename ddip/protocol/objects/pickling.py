@@ -653,7 +653,7 @@ def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any
 
 
 def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping[str, Any]) -> list[str]:
-    """Describe the links of pickled objects to variables that are not sent: models, optimizers, parameters and hooks.
+    """Describe the links to variables that are not sent: models, optimizers, parameters and hooks.
 
     `graph`: the pickles; `sent`: ids of the objects in them; `variables`: all variables of the sender.
     """

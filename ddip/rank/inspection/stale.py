@@ -25,10 +25,10 @@ def rank_marks(rank: int) -> list[int]:
 
 
 def refuse_stale(marks: list[int], size: int) -> list[str]:
-    """Make objects with a rank attribute and an attribute equal to the former `size` raise an error when used.
+    """Make objects of the former group raise errors when their rank or size is read.
 
-    `marks` has the path hashes of rank attributes, from `rank_marks` in the former group. Returns the paths of the
-    objects, sorted.
+    They have a rank attribute and an attribute equal to the former `size`. `marks` has the path hashes of rank
+    attributes, from `rank_marks` in the former group. Returns the paths of the objects, sorted.
     """
     walk = history.walk_now(checksums=False, keep=True)
     ranks, holders = set(marks), dict[Path, list[str]]()

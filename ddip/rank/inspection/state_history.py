@@ -94,7 +94,7 @@ class History:
     # -- called by the kernel, on the main thread
 
     def begin_cell(self, name: str, is_shared: bool) -> None:
-        """Prepare for the cell `name`: finish a quick snapshot that is due, if that takes little of the cell's time.
+        """Prepare for the cell `name`: finish a quick snapshot that is due, if that takes little time.
 
         Other walks are abandoned. `is_shared` says that all ranks of the group run the cell.
         """

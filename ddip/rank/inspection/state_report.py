@@ -127,11 +127,11 @@ def _pack_hashes(values: Mapping[Path, Any]) -> bytes:
 
 
 def _find_changed_flags(walk: Walk, last: Snapshot, former: Snapshot) -> list[ChangedConstant]:
-    """Return flags, constants and empty containers that were equal after both good cells and differ in `walk`.
+    """Return flags, constants and empty containers that were equal after two good cells, and differ now.
 
-    `last`, `former`: snapshots after these cells. Only variables that the last good cell changed are considered, as the
-    usual state of others is unknown. Variables themselves are left out, because the failed cell may have set them on
-    purpose, and so are gradients and training modes.
+    `walk`: the present state. `last`, `former`: snapshots after these cells. Only variables that the last good cell
+    changed are considered, as the usual state of others is unknown. Variables themselves are left out, because the
+    failed cell may have set them on purpose, and so are gradients and training modes.
     """
     found: list[ChangedConstant] = []
     changed_variables = {

@@ -65,7 +65,7 @@ class _Plan:
 
 
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
-    """Copy differing values in the variables `names` or at `paths` from rank `source` to the others. A collective.
+    """Copy differing values in `names` or at `paths` from rank `source` to the others. A collective.
 
     `paths` has hashes of paths. Values that differed after the good cell ``cells[0]`` differ by design and are not
     copied, except for parameters and buffers of modules in `names`. Returns the copied paths, and the reason for each

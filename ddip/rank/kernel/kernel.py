@@ -444,9 +444,10 @@ class RankKernel(CellKernel):
         return header
 
     async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
-        """Call `run`, the cell's code, with the signal handlers and trace functions of earlier cells; return its reply.
+        """Call `run`, the cell's code, with the handlers of earlier cells, and return its reply.
 
-        Interrupts may end it. The app's hooks run around it, unless the cell is `silent`.
+        Signal handlers and trace functions are set again for it. Interrupts may end it. The app's hooks run around it,
+        unless the cell is `silent`.
         """
         assert self._aside is not None
         self._cell = self._request_id()

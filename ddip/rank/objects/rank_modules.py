@@ -54,7 +54,7 @@ def _check_path(path: str, name: str) -> None:
 
 
 def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]:
-    """Put `folder` first on the import path, and reload those of the modules `names` that are imported already.
+    """Put `folder` first on the import path, and reload those of `names` that are imported already.
 
     Returns a message by name for each module that could not be reloaded, or that is imported while `reload` is False;
     empty if there is none.

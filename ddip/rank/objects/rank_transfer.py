@@ -186,12 +186,12 @@ def drop_transfers(push: int = 0) -> None:
 
 
 def pack_variables(names: list[str], most: int, share: bool, known: str) -> PackedObjects:
-    """Drop all former transfers, and pickle the variables `names` for a pull, with the variables their functions read.
+    """Drop all former transfers, and pickle the variables `names` for a pull.
 
-    Variables in `known`, separated by spaces, do not come along, because the receiver has them. Pickles longer than
-    `most` bytes stay on the rank until `drop_transfers`: in memory that the notebook reads at the returned ``paths`` if
-    `share` is set, otherwise for `pull_part`. If a name is missing, the reply has its name in ``missing``, and no
-    values.
+    Variables that their functions read come along. Variables in `known`, separated by spaces, do not come along,
+    because the receiver has them. Pickles longer than `most` bytes stay on the rank until `drop_transfers`: in memory
+    that the notebook reads at the returned ``paths`` if `share` is set, otherwise for `pull_part`. If a name is
+    missing, the reply has its name in ``missing``, and no values.
     """
     drop_transfers()
     variables = user_namespace()

@@ -191,9 +191,9 @@ def find_replaced() -> dict[str, str]:
 
 
 def check_group() -> None:
-    """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do; raise an error if this rank cannot.
+    """Run an all_reduce, allocate 64 MiB and start a thread, as a cell may do.
 
-    All ranks must call this; it waits for them.
+    Raises an error if this rank cannot. All ranks must call this; it waits for them.
     """
     names: dict[str, Any] = {"device": gpu.device}
     exec(CHECK, names)

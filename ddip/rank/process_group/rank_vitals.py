@@ -43,7 +43,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def current_vitals(every: float, keep: float) -> Vitals:
-    """Return the current figures without waiting; also sample the main thread's waits for other ranks from now on.
+    """Return the current figures without waiting, and sample waits for other ranks from now on.
 
     Samples are taken each `every` seconds for the next `keep` seconds.
     """

@@ -18,10 +18,10 @@ LOST_SECONDS = 0.2
 
 
 def end_all(is_over: Callable[[float], bool], interrupt: Callable[[], None]) -> None:
-    """End lost waits until two checks in a row find no waits, or until this rank joins another group; blocks.
+    """End lost waits until two checks in a row find none, or this rank joins another group.
 
-    `is_over` sleeps for the given number of seconds and returns whether this rank has begun to join another group.
-    `interrupt` interrupts the cell.
+    Blocks until then. `is_over` sleeps for the given number of seconds and returns whether this rank has begun to join
+    another group. `interrupt` interrupts the cell.
     """
     before, quiet = dict[int, int](), 0
     with contextlib.closing(stores.FileWaits()) as files:

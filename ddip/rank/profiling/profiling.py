@@ -300,7 +300,10 @@ def request_recording(wanted: str) -> None:
 
 
 def begin_recording() -> None:
-    """Start recording if the cell that begins is to be profiled; never raises, as the report has any error."""
+    """Start recording if the cell that begins is to be profiled.
+
+    Never raises: the report has any error.
+    """
     global _recording, _wanted
     folder, _wanted = _wanted, ""
     if folder:

@@ -51,7 +51,10 @@ BEGIN, END = b'"traceEvents": [', b'"traceName"'
 
 
 def write_trace(parts: list[IO[bytes]], to: IO[bytes]) -> None:
-    """Write one compressed trace `to` a file: the first part with the events of the others; closes `parts`."""
+    """Write one compressed trace `to` a file: the first of `parts` with the events of the others.
+
+    Closes `parts`.
+    """
     with gzip.GzipFile(fileobj=to, mode="wb", compresslevel=4) as packed:
         tail = b""
         for number, part in enumerate(parts):

@@ -256,7 +256,10 @@ def _has_keys(store: Any, inner: Any, keys: Sequence[str]) -> bool:
 
 
 def _is_listening(host: str, port: int) -> bool:
-    """Return whether a process listens at `host` and `port`; also True after other errors, as torch reports them."""
+    """Return whether a process listens at `host` and `port`; also True after other errors.
+
+    torch will report these.
+    """
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS):
             return True

@@ -58,7 +58,7 @@ class CellLog:
 
 
 def open_log(request: str, prefix: str, rank: int) -> None:
-    """Open the log ``{prefix}.{rank}.log`` for the output of the cell with this `request` id; empty it first.
+    """Open and empty the log ``{prefix}.{rank}.log`` for output of the cell with this `request` id.
 
     Beyond MAX_OPEN_LOGS, the oldest log is closed. Never raises: `finish_log` reports an error.
     """

@@ -36,9 +36,9 @@ def sizes_of(n: int, bs: int, drop_last: bool) -> list[int]:
 
 
 def count_steps(batches: int, size: int, *, drop_last: bool) -> int:
-    """Return the number of steps that `size` ranks need for this number of `batches`; at least 1 if there is a batch.
+    """Return the number of steps that `size` ranks need for this number of `batches`.
 
-    `drop_last`: leave out a last step that has no batch for some rank.
+    It is at least 1 if there is a batch. `drop_last`: leave out a last step that has no batch for some rank.
     """
     steps = batches // size if drop_last else -(-batches // size)
     return max(steps, min(batches, 1))

@@ -33,7 +33,7 @@ ORDERS_DIFFER = (
 
 
 def carries_state(dl: Any, learn: Learner) -> bool:
-    """Return whether the model of `learn` carries state between the batches of `dl`, as language models do."""
+    """Return whether the model of `learn` carries state between batches of `dl`, as language models do."""
     if _is_language_model_loader(dl):
         return True
     resets = any(isinstance(callback, ModelResetter) for callback in learn.cbs)
@@ -92,9 +92,10 @@ def _item_texts(items: Any) -> list[str]:
 
 
 def training_shard(dl: Any, learn: Learner, seed: int) -> tuple[Any, plan.Plan]:
-    """Return a loader of this rank's batches of `dl` for one epoch, in one process's order, and the plan. A collective.
+    """Return a loader of this rank's batches of `dl` for one epoch, and the plan. A collective.
 
-    `seed` is for loaders that shuffle by the global generators, which differ between ranks during training.
+    The batches are in one process's order. `seed` is for loaders that shuffle by the global generators, which differ
+    between ranks during training.
     """
     rank_plan = plan.Plan((), (), ())
 

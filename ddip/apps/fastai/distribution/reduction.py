@@ -83,7 +83,7 @@ def stated_reduction(loss_func: Any) -> Reduction | None:
 
 
 def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...]) -> Verdict:
-    """Determine the reduction of a loss by trial, with a few items of the predictions `pred` and targets `yb`.
+    """Determine the reduction of a loss by trial, with a few of the predictions `pred` and targets `yb`.
 
     The value and gradient of the loss are compared with those of the same items repeated. The state of the loss
     function and of the random generators is restored. Never raises: a loss that does is "neither".
