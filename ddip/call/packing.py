@@ -98,8 +98,8 @@ class CallPayload:
     def reduce(self, obj: FunctionType | type, reduced: Any) -> Any:
         """Return the pickle reduction of a function or class, with a number if it is the notebook's.
 
-        Others keep `reduced`, their usual reduction. `reduced`: its usual reduction. Records its number, and the
-        globals, modules and source lines that it needs.
+        Others keep `reduced`, the usual reduction. Also records the globals, modules and source lines that a function
+        of the notebook needs.
         """
         if not self._is_from_notebook(obj):
             return reduced

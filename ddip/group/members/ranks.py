@@ -73,7 +73,7 @@ class Ranks(Members):
         return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable, size=size)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
-        """Make calls as `ask_each` does, but only for ASK_SECONDS: an endless finalizer must not hang the notebook.
+        """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook.
 
         Raises RequestFailed also if a rank takes longer.
         """
