@@ -398,8 +398,8 @@ class Lifecycle:
     ) -> None:
         """Call `ensure_ready`, then print which variables an earlier fault left different across ranks.
 
-        The comparison waits until no other cell runs: it is left to a later call then. Raises the errors of
-        `ensure_ready`, and RequestInterrupted.
+        If other cells run, the comparison is left to a later call. Raises the errors of `ensure_ready`, and
+        RequestInterrupted.
         """
         self.ensure_ready(ranks, before, needs_group=needs_group)
         parts = self.parts

@@ -36,7 +36,7 @@ def resolve_spec(request: Request, hosts: Sequence[Host], running: int) -> Group
 def ensure_same_hosts(request: Request, old: Request) -> None:
     """Raise BadInput if `request` needs other hosts than `old`, as engines cannot move between hosts.
 
-    Also raises BadInput if the ipyparallel cluster of `request` has too few engines.
+    Raises GroupError if the ipyparallel cluster of `request` has too few engines.
     """
     names, old_names = [host.name for host in request.hosts], [host.name for host in old.hosts]
     if request.reach.attached is not None:
