@@ -38,7 +38,7 @@ class Watch:
         """Ask the ranks for progress if it is time; return whether none has made any during the stall timeout.
 
         Progress is a call of `note_progress`, another position in the code, or CPU time (of ranks on the CPU). The
-        ranks are asked at most every `PULSE_SECONDS`; in between, the answer is False.
+        ranks are asked at most every `PULSE_SECONDS`; in between, the answer is False. Sets `is_still`.
         """
         self.is_still = False
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)

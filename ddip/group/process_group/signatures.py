@@ -24,8 +24,8 @@ ANSWER_SECONDS = 1.0
 def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]]:
     """Return the groups whose ranks have begun equal numbers of collectives, but different ones, with their ranks.
 
-    `begun` has the operations by rank, and `size` is the number of ranks in the default group. A group that other
-    threads have used is left out, since the order of their collectives may differ.
+    The keys are those of the reports `begun`, which are by rank; `size`: number of ranks in the default group. A group
+    is left out if a member's report is missing, or if other threads used it: their order of collectives may differ.
     """
     found = {}
     for group in sorted({group for report in begun.values() for group in report}):
@@ -42,7 +42,11 @@ def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]
 
 
 def describe_different(ranks: Members, group: str, members: Sequence[int]) -> str:
-    """Ask the `members` of `group`, and describe the first collectives that differ, with a line for each."""
+    """Ask the `members` of `group`, and describe the first collectives that differ, with a line for each.
+
+    `group`: a key of `find_different`. Waits for the answers. If only older collectives than those kept differ, the
+    text says so.
+    """
     answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group), ANSWER_SECONDS)
     lists = {rank: answer for rank, answer in answers.items() if answer}
     length = min(map(len, lists.values()), default=0)
@@ -57,7 +61,7 @@ def describe_different(ranks: Members, group: str, members: Sequence[int]) -> st
 def find_different_waits(ranks: Members, running: Sequence[int], everyone: Sequence[int]) -> str:
     """Describe the different collectives in which the `running` ranks of a cell on `everyone` wait; empty if none do.
 
-    All of them must wait: a rank that computes may still take another part.
+    All of them must wait: a rank that computes may still take another part. Waits for the ranks' answers.
     """
     waits = ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
     if None in waits.values():

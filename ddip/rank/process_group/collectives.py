@@ -373,7 +373,10 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
 
 
 def signatures_of(key: str) -> list[str]:
-    """Describe the last collectives that Python code has begun in the group and device `key`, in order."""
+    """Describe the last collectives that Python code has begun in the group and device `key`, oldest first.
+
+    `key`: a key of `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
+    """
     tally = _tally_at(key)
     lines = [] if tally is None else list(tally.lines)[-min(tally.by_python, tallies.MAX_LINES) :]
     return [_signature_text(*signature) for *_, signature in lines]
