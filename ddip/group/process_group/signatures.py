@@ -22,7 +22,7 @@ ANSWER_SECONDS = 1.0
 
 
 def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]]:
-    """Return the groups whose ranks have begun equal numbers of collectives, but different ones, with their ranks.
+    """Return the groups whose ranks have begun equally many, but different, collectives; with ranks.
 
     The keys are those of the reports `begun`, which are by rank; `size`: number of ranks in the default group. A group
     is left out if a member's report is missing, or if other threads used it: their order of collectives may differ.
@@ -59,9 +59,10 @@ def describe_different(ranks: Members, group: str, members: Sequence[int]) -> st
 
 
 def find_different_waits(ranks: Members, running: Sequence[int], everyone: Sequence[int]) -> str:
-    """Describe the different collectives in which the `running` ranks of a cell on `everyone` wait; empty if none do.
+    """Describe the different collectives in which the `running` ranks wait; empty if they do not.
 
-    All of them must wait: a rank that computes may still take another part. Waits for the ranks' answers.
+    `everyone`: all ranks of the cell. All `running` ones must wait: a rank that computes may still take another part.
+    Waits for the ranks' answers.
     """
     waits = ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
     if None in waits.values():

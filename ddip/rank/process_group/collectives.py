@@ -52,9 +52,10 @@ def _note_collective(
     sizes_agree: bool = False,
     options: Any = None,
 ) -> Tally:
-    """Note that this `line` of a cell's `code` begins the collective `op` on `inputs`, with torch's `options`.
+    """Note that a cell's line begins the collective `op` on `inputs`; return the tally of `group`.
 
-    `sizes_agree`: the inputs must have the same sizes on all ranks.
+    `code` and `line` are those of `_cell_line`, and `options` are torch's. `sizes_agree`: the inputs must have the same
+    sizes on all ranks.
     """
     tally = tally_of(group)
     begun = tally.begun()
@@ -71,7 +72,7 @@ def _note_collective(
 
 
 def _agreed_option(options: Any) -> Any:
-    """Return the reduction, or else the rank of the root, of a collective's `options`; None if it has neither."""
+    """Return the reduction of a collective's `options`, or else its root's rank, or else None."""
     kind = type(options)
     if kind in REDUCING:
         return options.reduceOp.op
@@ -373,9 +374,9 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
 
 
 def signatures_of(key: str) -> list[str]:
-    """Describe the last collectives that Python code has begun in the group and device `key`, oldest first.
+    """Describe the last collectives that Python code has begun in a group, oldest first.
 
-    `key`: a key of `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
+    `key`: group and device, as in `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
     """
     tally = _tally_at(key)
     lines = [] if tally is None else list(tally.lines)[-min(tally.by_python, tallies.MAX_LINES) :]
@@ -383,9 +384,9 @@ def signatures_of(key: str) -> list[str]:
 
 
 def place_of_signature(key: str, back: int) -> dict[str, Any] | None:
-    """Locate the line of the collective that is number `back` from the end of `signatures_of`, 1 for the last.
+    """Locate the line of a collective of `signatures_of`, the one that is number `back` from its end.
 
-    Returns a `StackLocation` as a dict, or None if the line is not known.
+    `back` is 1 for the last. Returns a `StackLocation` as a dict, or None if the line is not known.
     """
     tally = _tally_at(key)
     if tally is None or back > len(tally.lines):
