@@ -35,7 +35,7 @@ def begin_with_dip(lines: list[str]) -> list[str]:
 def fill_empty_cell(lines: list[str]) -> list[str]:
     """Add an empty line to a ``%%dip`` that stands alone.
 
-    IPython would refuse such a cell, although ``%%dip -a mends`` needs no code.
+    IPython would refuse such a cell, although ``%%dip -a patches`` needs no code.
     """
     return [f"{lines[0].rstrip()}\n", "\n"] if len(lines) == 1 and DIP.match(lines[0]) else lines
 

@@ -166,7 +166,7 @@ def test_a_cell_in_the_foreground_waits_with_queue(notebook: Notebook) -> None:
 def test_an_app_gets_its_command_after_the_cells_before_it(notebook: Notebook) -> None:
     notebook.ok("%makedip -a fastai")
     begin_in_background(notebook, "import time; time.sleep(0.3); done = 1", "-r 1")
-    notebook.ok("%%dip --queue -r 0 -a mends\n1")
+    notebook.ok("%%dip --queue -r 0 -a patches\n1")
     notebook.ok("%makedip -k")
 
 

@@ -465,8 +465,8 @@ def test_removing_the_app_leaves_fastai_unchanged() -> None:
 
 @pytest.mark.grid(in_ci=True)
 def test_a_command_lists_the_changes_in_fastai(group: ddip.Group) -> None:
-    assert "Mends, in fastai 2.8.12" in (group.command("mends") or "")
-    with pytest.raises(RequestFailed, match="%%dip -a mends.* men$"):
+    assert "Mends, in fastai 2.8.12" in (group.command("patches") or "")
+    with pytest.raises(RequestFailed, match="%%dip -a patches.* men$"):
         group.command("men")
 
 

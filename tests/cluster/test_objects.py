@@ -49,6 +49,7 @@ def test_arrays_frames_tensors_and_networks_survive_a_round_trip(cells: ddip.Gro
     cells.push({"a": np.arange(6).reshape(2, 3), "f": pd.DataFrame({"x": [1, 2]}), "t": torch.ones(3), "net": network})
     cells.run("a = a + rank; f['x'] += rank; t += rank; y = net(t).detach()")
     back = cells.pull(["a", "f", "t", "net", "y"], rank=1)
+    assert cells.pull([]) == cells.peek([]) == {}
     assert back["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert back["f"]["x"].tolist() == [2, 3]
     assert torch.equal(back["t"], torch.full((3,), 2.0))

@@ -99,7 +99,7 @@ NEEDING_A_GROUP = (
     "%%dip -r x ¦ %%dip -S"
 )
 WHILE_BUSY = (
-    "%%dip ¦ %%dip -r 0 ¦ %%dip --bg ¦ %%dip -a mends ¦ %dipush data ¦ %dipull there ¦ %dipull there -r 1 ¦ "
+    "%%dip ¦ %%dip -r 0 ¦ %%dip --bg ¦ %%dip -a patches ¦ %dipush data ¦ %dipull there ¦ %dipull there -r 1 ¦ "
     "%dipcheck ¦ %dipsync there ¦ %dipshards model ¦ %makedip -n 3 ¦ %makedip -a hf ¦ %makedip -b nccl ¦ "
     "%makedip -v x ¦ %makedip --repair ¦ %dipwait -t 0.1 ¦ %dipstop 999 ¦ %dipull --now no_such ¦ "
     "%dipull --now there_lock"

@@ -193,7 +193,7 @@ def test_code_of_a_magic_runs_where_the_magic_runs(shell: InteractiveShell, cell
         ("# train\n%%dip -q\nx = 1\n", "-q", "x = 1\n"),
         ("\n# one\n  # two\n%%dip local\nx\n", "local", "x\n"),
         (" %%dip\nx = 1\n", "", "x = 1\n"),
-        ("%%dip -a mends", "-a mends", "\n"),
+        ("%%dip -a patches", "-a patches", "\n"),
     ],
 )
 def test_a_comment_may_stand_above_dip(shell: InteractiveShell, cell: str, line: str, body: str) -> None:

@@ -1,6 +1,6 @@
 """App for fastai: unchanged cells of a lesson train on all ranks.
 
-While the app is active, it patches fastai in the places that ``%%dip -a mends`` lists. Each file here says which fault
+While the app is active, it patches fastai in the places that ``%%dip -a patches`` lists. Each file here says which fault
 of which version it mends. `release` undoes all patches.
 """
 
@@ -54,9 +54,9 @@ def release() -> None:
 
 
 def command(text: str) -> str:
-    """Describe all patches of fastai for ``%%dip -a mends``; raises ValueError for other commands."""
-    if text.strip() != "mends":
-        raise ValueError(f"the app fastai knows one command: %%dip -a mends; typed: {text}")
+    """Describe all patches of fastai for ``%%dip -a patches``; raises ValueError for other commands."""
+    if text.strip() != "patches":
+        raise ValueError(f"the app fastai knows one command: %%dip -a patches; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in MENDS)
 
 

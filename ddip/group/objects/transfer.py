@@ -149,7 +149,7 @@ def fetch_variables(
 def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
     beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
-    most = FIRST // (len(names) * max(1, len(of) - sum(beside.values())))
+    most = FIRST // (max(1, len(names)) * max(1, len(of) - sum(beside.values())))
     calls = {
         rank: on_rank.pack_variables(list(names), LARGE_BESIDE if is_near else most, is_near, known)
         for rank, is_near in beside.items()

@@ -71,7 +71,7 @@ class _Peek:
         self._progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(self._names)}")
         self._pending.update(of)
         known = transfer.known_names()
-        most = FIRST // (len(self._names) * len(of))
+        most = FIRST // (max(1, len(self._names)) * len(of))
         replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, most, known)))
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
