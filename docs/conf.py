@@ -45,3 +45,6 @@ html_theme = "furo"
 html_title = f"ddip {release}"
 html_show_copyright = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["ddip.css"]
+html_js_files = [("ddip.js", {"defer": "defer"})]

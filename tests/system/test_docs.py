@@ -10,10 +10,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 import ddip
 from ddip.notebook.magics import DipMagics
 from tests.cluster.test_notebooks import NOTEBOOKS
+
+from .lab import Lab
 
 pytest.importorskip("myst_nb", reason="pip install '.[docs]'")
 ROOT = Path(__file__).parents[2]
@@ -91,6 +94,20 @@ def test_no_page_loads_anything_from_the_network(pages: dict[Path, Page]) -> Non
         r"""<(?:script|img|iframe)[^>]*\bsrc=["']?(?:https?:)?//|<link[^>]*\bhref=["']?(?:https?:)?//"""
     )
     assert not [path.name for path, page in pages.items() if loaded.search(page.text)]
+
+
+@pytest.mark.parametrize("name", ["index", "limits", "hosts", "design", "tutorials/fastai_01_intro"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_is_accessible_and_fits_its_screen(site: Path, lab: Lab, name: str, width: int, scheme: str) -> None:
+    browser = lab.page.context.browser
+    assert browser is not None
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page.goto((site / f"{name}.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    assert not [(rule["id"], rule["nodes"]) for rule in found if rule["impact"] in ("serious", "critical")]
+    page.close()
 
 
 def test_every_public_name_and_every_option_is_in_the_reference(pages: dict[Path, Page], site: Path) -> None:

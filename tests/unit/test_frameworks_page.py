@@ -1,4 +1,4 @@
-"""The page "Frameworks": its table lists each script that the tests run, with its app."""
+"""The page "Framework test results": its table lists each script that the tests run, with its app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page "What is promised": each promise names an existing test."""
+"""The page "Guarantees": each promise names an existing test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "promises.md"
 LINES = PAGE.read_text().splitlines()
 ROWS = [line for line in LINES if line.startswith("|") and not line.startswith(("| promise", "|-"))]
-WITHOUT_NATIVE = PAGE.read_text().partition("## Without what reaches below public interfaces")[2]
+WITHOUT_NATIVE = PAGE.read_text().partition("## With low-level mechanisms turned off")[2]
 NAMED = re.compile(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`")
 
 
