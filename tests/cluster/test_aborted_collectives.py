@@ -63,9 +63,7 @@ def test_restored_tensors_are_named(four_ranks: ddip.Group, capsys: pytest.Captu
     with pytest.raises(ddip.CellError):
         four_ranks.run("if rank == 1: raise ValueError\ndist.all_reduce(total)")
     stderr = capsys.readouterr().err
-    found = re.findall(
-        r"ranks? (.*): ddip restored the tensor of the aborted collective `dist.all_reduce\(total\)`", stderr
-    )
+    found = re.findall(r"ranks? (.*): restored the tensor of the aborted collective `dist.all_reduce\(total\)`", stderr)
     assert (
         len(found) == 1
         and "1" not in found[0]

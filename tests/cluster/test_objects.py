@@ -81,7 +81,12 @@ def test_a_class_defined_only_on_a_rank_can_be_pulled(cells: ddip.Group) -> None
     assert (type(only).__name__, only.rank) == ("Only", 1)
 
 
-@pytest.mark.parametrize("name", ["ddp", "old", "new", "inside"])
+OLD = pytest.mark.skipif(
+    torch.__version__.startswith(("2.10.", "2.11.")), reason="this torch cannot gather FSDP1's full state on the CPU"
+)
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("old", marks=OLD), "new", "inside"])
 def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: str) -> None:
     cells.run("""
         import torch

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import IPython
 import pytest
 
 from ddip.errors import BadInput
@@ -171,6 +172,9 @@ def test_a_module_has_a_plain_name(tmp_path: Path, name: str) -> None:
         on_rank.write_module(str(tmp_path), name, {f"{name}/x.py": b""})
 
 
+@pytest.mark.skipif(
+    IPython.version_info < (8,) and sys.version_info >= (3, 12), reason="IPython 7 reloads with imp, which is gone"
+)
 def test_ranks_prefer_pushed_modules_and_reload_them_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

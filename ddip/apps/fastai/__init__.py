@@ -1,7 +1,7 @@
 """App for fastai: unchanged cells of a lesson train on all ranks.
 
-While the app is active, it patches fastai in the places that ``%%dip -a patches`` lists. Each file here says which fault
-of which version it mends. `release` undoes all patches.
+While the app is active, it patches fastai in the places that ``%%dip -a patches`` lists. Each file here says which
+fault of which version it mends. `release` undoes all patches.
 """
 
 from __future__ import annotations

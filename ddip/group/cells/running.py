@@ -181,7 +181,7 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
             ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
     for (source, restored), ranks in ranks_of.items():
         if restored:
-            inform(f"{ranks_text(ranks)}: ddip restored the tensor of the aborted collective {source}")
+            inform(f"{ranks_text(ranks)}: restored the tensor of the aborted collective {source}")
         else:
             warning = "may hold partial results of the aborted collective"
             notify(f"{ranks_text(ranks)}: the tensor of {source} {warning}; set it before you use it again")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 _distributed_c10d = getattr(torch._C, "_distributed_c10d", None)
 DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -46,8 +47,11 @@ class Entry:
 
 
 def is_available() -> bool:
-    """Return whether torch's flight recorder also records backends other than nccl."""
-    return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0])
+    """Return whether torch's flight recorder also records backends other than nccl: since torch 2.11.
+
+    torch 2.10 has the function, but it returns nothing.
+    """
+    return hasattr(_distributed_c10d, DUMP_FUNCTIONS[0]) and Version(torch.__version__) >= Version("2.11")
 
 
 def read_entries() -> list[Entry]:
