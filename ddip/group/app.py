@@ -88,7 +88,7 @@ class App:
             calls = dict.fromkeys(ranks, call)
             return self._ranks.ask_each(calls, release=self._manager.release, together=together)
         except RequestFailed as error:
-            self._manager.healthy = self._manager.healthy and len(error.by_rank) == len(ranks)
+            self._manager.healthy = self._manager.healthy and (not together or len(error.by_rank) == len(ranks))
             raise
         except RequestInterrupted:
             self._manager.healthy = False

@@ -24,6 +24,8 @@ class GroupUse(TypedDict):
     """Number of collectives begun by Python code."""
     digest: int
     """Digest of their operations, sizes, dtypes, reductions and roots, which is equal on all ranks of a group."""
+    positions: int
+    """Digest of their positions among all collectives of the group, including those that C++ has begun."""
     by_main: bool
     """True if Python code in the main thread has begun all of the collectives."""
     by_threads: bool

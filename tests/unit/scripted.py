@@ -55,6 +55,7 @@ def group_use(collectives: int, messages: dict[str, int] | None = None) -> Group
         "ranks": None,
         "by_python": collectives,
         "digest": 0,
+        "positions": 0,
         "by_main": True,
         "by_threads": False,
         "may_begin": "no",

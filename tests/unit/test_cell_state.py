@@ -149,7 +149,10 @@ def test_a_stall_is_reported_once() -> None:
     state = new_state()
     assert Question.STALL in [action for _, action in pass_time(state, 0.0, 1.0)]
     assert state.step(CellStalled(), 1.0) == [RankAction.REPORT_STALL]
-    assert Question.STALL not in [action for _, action in pass_time(state, 1.1, 60.0)]
+    assert state.step(CellStalled(), 2.0) == []
+    assert Question.STALL in [
+        action for _, action in pass_time(state, 2.1, 60.0)
+    ]  # different collectives may meet only then
     assert not state.is_over
 
 

@@ -17,6 +17,7 @@ from .test_steps import ALL, PAIR, group_use
         ({}, False),
         ({"digest": 5}, True),
         ({"digest": 5, "by_python": 6}, False),  # C++ has begun a collective that Python has begun on the other rank
+        ({"digest": 5, "positions": 6}, False),  # as before, and the numbers have evened out since
         ({"digest": 5, "by_threads": True}, False),  # threads may have begun them in another order
     ],
 )

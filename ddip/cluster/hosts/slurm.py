@@ -156,8 +156,10 @@ def further_node_options(typed: str, count: int, without: Iterable[str]) -> str:
 def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GROUP) -> int:
     """Submit a job for ``--slurm typed``, wait until it runs, hold it, and return its ID.
 
-    `give_back` ends it. `progress` gets a line for the user. Raises BadInput or GroupError, or RequestInterrupted with
-    the text `stopped` after an interrupt; the job is then cancelled, or its keeper goes on trying.
+    `give_back` gives up the hold; the last one cancels the job. `progress` gets a line for the user about every second
+    while the job waits. Raises BadInput or GroupError, or RequestInterrupted after an interrupt; the job is then
+    cancelled, or its keeper goes on trying to cancel it. The text of RequestInterrupted is `stopped`, in which
+    ``{job}`` is replaced by a clause that says which of the two has happened.
     """
     script = batch_script(typed)
     _ensure_slurm()

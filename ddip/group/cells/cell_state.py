@@ -269,8 +269,8 @@ class CellState:
             case CellStalled(after_caught=True) | WaitsInVain():
                 return self._abort_collectives(now) if self._aborted_at is None else []
             case CellStalled():
-                self._stall_reported = True
-                return [RankAction.REPORT_STALL]
+                reported, self._stall_reported = self._stall_reported, True
+                return [] if reported else [RankAction.REPORT_STALL]
             case RankReplied(rank, error, caught):
                 actions = self._note_reply(rank, error, caught, now)
             case OutputEnded(rank):
@@ -364,7 +364,7 @@ class CellState:
             if not self._running_reported and _has_passed(self._aborted_at, PATIENCE_SECONDS, now):
                 self._running_reported = True
                 actions.append(RankAction.REPORT_RUNNING)
-        elif not self._stall_reported:
+        else:  # also after a report, since the ranks may wait in different collectives only then
             actions.append(Question.STALL)
         return actions
 

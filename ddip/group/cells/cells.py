@@ -38,6 +38,7 @@ from ddip.group.cells.running import (
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress
 from ddip.group.process_group.process_group import ProcessGroupManager
+from ddip.group.process_group.signatures import DIFFERENT
 from ddip.output import area
 from ddip.output.area import cell_number, notices_in, notify
 from ddip.output.cells.background_page import BackgroundOutput
@@ -367,6 +368,8 @@ class Cells:
             self._pending_reports.append((running.reports, failed, unmatched))
         checked = self._update_health()
         tell_aborted(running.reports)
+        if running.different and running.ending == "good":  # the cell has caught the error that would say so
+            notify(DIFFERENT.format(lines=running.different))
         if not over:
             tell_unchecked(running.ending, running.reports)
             tell_settings(running.ending, running.reports)

@@ -261,7 +261,7 @@ class RunningCell:
         self._watch = Watch(ranks, limits.stall_timeout)
         self._after_caught = Watch(ranks, max(limits.failure_grace, STILL_SECONDS))
         self._vain_waits = VainWaits(ranks, manager.known_operations, time.monotonic())
-        self._different = ""
+        self.different = ""
         """Description of different collectives in which the ranks waited for each other; empty if they did not."""
         self._ending: StopProgress | None = None
         """Progress of the ranks after an interrupt; None before it."""
@@ -407,8 +407,8 @@ class RunningCell:
                 finished = sorted(self._vain_waits.missing or (self.replies.keys() - errors.keys() - {*stuck}))
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
-                elif self._different:
-                    error.args = (f"{error}; {DIFFERENT.format(lines=self._different)}",)
+                elif self.different:
+                    error.args = (f"{error}; {DIFFERENT.format(lines=self.different)}",)
                 elif finished and all(each.waited for each in errors.values()):
                     error.args = (f"{error}; {ranks_text(finished)} finished the cell without it",)
                 elif not self._manager.healthy and (partition := self._manager.describe_partition()):
@@ -541,9 +541,10 @@ class RunningCell:
 
     def _wait_in_different(self, running: Sequence[int]) -> bool:
         """Return True if the `running` ranks wait in collectives that never complete, since they are different ones."""
-        if self._state.limits.can_unblock:
-            self._different = find_different_waits(self._ranks, running, list(self.replies))
-        return bool(self._different)
+        if self._state.limits.can_unblock and not self.different:  # else they have been aborted, and are ending
+            self.different = find_different_waits(self._ranks, running, list(self.replies))
+            return bool(self.different)
+        return False
 
     def _perform(self, action: Action) -> Event | None:
         """Carry out `action`; return the answer if it is a question with one."""
@@ -579,10 +580,11 @@ class RunningCell:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
             case Question.STALL:
-                if self._watch.has_stalled(running, time.monotonic()):
-                    return CellStalled()
+                has_stalled = self._watch.has_stalled(running, time.monotonic())
                 if self._watch.is_still and self._wait_in_different(running):
                     return WaitsInVain()
+                if has_stalled:
+                    return CellStalled()
             case Question.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
                 return CellStalled(after_caught=True)
         return None

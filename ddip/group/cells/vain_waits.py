@@ -39,6 +39,7 @@ class VainWaits:
         self._former = former
         self._due, self._pause, self._finished = began, LOOK_SECONDS, 0
         self._last: dict[int, PendingWait] = {}
+        self._is_stopped = False
         self.missing: set[int] = set()
         """The ranks on which the cell has ended without their parts of the operations, once that is proved."""
 
@@ -60,6 +61,8 @@ class VainWaits:
         """
         if len(reports) != self._finished:
             self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
+        if is_stopped and not self._is_stopped:
+            self._is_stopped, self._due, self._pause = True, now, LOOK_SECONDS
         if now < self._due:
             return False
         answers = self._ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
@@ -68,7 +71,7 @@ class VainWaits:
         if self._last.keys() != set(running) or self._last != last:
             return False
         begun = {rank: report.get("begun", {}) for rank, report in reports.items() if report is not None}
-        if not is_stopped and not self._are_in_vain(begun, ended, is_stopped):
+        if not is_stopped and not self._are_in_vain(begun, ended, False):
             return False
         # a thread or task of an ended rank may have begun operations since; a waiting rank has others than it waits for
         asked = sorted({*begun, *running}) if is_stopped else list(begun)

@@ -47,8 +47,9 @@ class Watch:
         passed, self._asked = now - self._asked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
-        self.is_still = not any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items())
-        if not self.is_still:
+        have_moved = any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items())
+        self.is_still = not have_moved and len(pulses) == len(running)
+        if have_moved:
             self.note_progress()
         self._last.update(pulses)
         return now >= self._since + self._stall_timeout

@@ -222,7 +222,10 @@ class RendezvousFactory:
         self._ask_store_host(meeting, on_host.poison_store)
 
     def remove_store(self, meeting: Rendezvous) -> None:
-        """Remove the file store of `meeting`, if it has one, as no rank needs it any longer."""
+        """Remove the file store of `meeting`, if it has one; call this once no rank needs the store.
+
+        Raises nothing if the host is lost; the file then stays there.
+        """
         self._ask_store_host(meeting, on_host.remove_file)
 
     def _ask_store_host(self, meeting: Rendezvous, what: on_host.WithFile) -> None:

@@ -40,7 +40,9 @@ OUT_OF_STEP = """\
 the ranks have begun different numbers of collectives in {uneven}{where}
 pending collectives are dropped, and the group is rebuilt before the next cell; if intended, %%dip --unmatched keeps \
 the group"""
-WRONG_RESULTS = "their results are wrong: correct the cell, and run it again from values that are right"
+WRONG_RESULTS = """\
+their results are wrong: correct the cell, and run it again from values that are right; the group is rebuilt before \
+the next cell; if intended, %%dip --unmatched keeps the group"""
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
 GROUPS_EACH = 1_000_000
@@ -334,11 +336,20 @@ class ProcessGroupManager:
             self.healthy = False
         elif self.healthy and self._steps.uneven(size):
             self._handle_uneven(failed, unmatched)
-        elif self.healthy and (different := signatures.find_different(self._steps.known(), size)):
-            self.healthy = False
-            for group, members in different.items() if not failed else ():
-                lines = signatures.describe_different(self._ranks, group, members)
-                notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
+        elif self.healthy:
+            self._report_different(signatures.find_different(self._steps.known(), size), unmatched)
+
+    def _report_different(self, different: Mapping[str, list[int]], unmatched: bool) -> None:
+        """Mark the group for a rebuild, and report the collectives that did not match; or accept them (`unmatched`).
+
+        A failed cell reports them too: they may be the reason why it failed.
+        """
+        if unmatched:
+            self._steps.accepted_different.update(different)
+        for group in different.keys() - self._steps.accepted_different:
+            members, self.healthy = different[group], False
+            lines = signatures.describe_different(self._ranks, group, members)
+            notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
 
     def _level_groups(self, made: Sequence[int]) -> None:
         """Set torch's group counter to the same value on all ranks; `made`: the counters of the ranks.

@@ -25,31 +25,41 @@ def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]
     """Return the groups whose ranks have begun equally many, but different, collectives; with ranks.
 
     The keys are those of the reports `begun`, which are by rank; `size`: number of ranks in the default group. A group
-    is left out if a member's report is missing, or if other threads used it: their order of collectives may differ.
+    is left out if a member's report is missing, if other threads used it, since their order of collectives may differ,
+    or if C++ has begun a collective on one rank and Python on another. Each group is found once, for one device.
     """
-    found = {}
+    found: dict[str, list[int]] = {}
     for group in sorted({group for report in begun.values() for group in report}):
-        members = next(group_members(report[group], size) for report in begun.values() if group in report)
-        uses = [begun[rank][group] for rank in members if rank in begun and group in begun[rank]]
-        are_comparable = (
-            len(uses) == len(members)
-            and all(group_members(use, size) == members and not use["by_threads"] for use in uses)
-            and len({(use["collectives"], use["by_python"]) for use in uses}) == 1
-        )
-        if are_comparable and len({use["digest"] for use in uses}) > 1:
-            found[group] = members
+        for members in {tuple(group_members(report[group], size)) for report in begun.values() if group in report}:
+            uses = [begun[rank][group] for rank in members if rank in begun and group in begun[rank]]
+            are_comparable = (
+                len(uses) == len(members)
+                and all(tuple(group_members(use, size)) == members and not use["by_threads"] for use in uses)
+                and len({(use["collectives"], use["by_python"], use["positions"]) for use in uses}) == 1
+            )
+            is_new = not any(_name_of(other) == _name_of(group) for other in found)
+            if are_comparable and is_new and len({use["digest"] for use in uses}) > 1:
+                found[group] = list(members)
     return found
+
+
+def _name_of(group: str) -> str:
+    """Return the name of a group without its device."""
+    return group.rpartition(" ")[0]
 
 
 def describe_different(ranks: Members, group: str, members: Sequence[int]) -> str:
     """Ask the `members` of `group`, and describe the first collectives that differ, with a line for each.
 
-    `group`: a key of `find_different`. Waits for the answers. If only older collectives than those kept differ, the
-    text says so.
+    `group`: a key of `find_different`. Waits for the answers. If a rank does not answer, or if only older collectives
+    than those kept differ, the text says so.
     """
     answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group), ANSWER_SECONDS)
+    silent = [rank for rank in members if not answers.get(rank)]
+    if silent:
+        return f"  {ranks_text(silent)} did not answer"
     lists = {rank: answer for rank, answer in answers.items() if answer}
-    length = min(map(len, lists.values()), default=0)
+    length = min(map(len, lists.values()))
     for back in range(length, 0, -1):
         if len({signatures[-back] for signatures in lists.values()}) > 1:
             call = on_rank.place_of_signature(group, back)
@@ -64,13 +74,15 @@ def find_different_waits(ranks: Members, running: Sequence[int], everyone: Seque
     `everyone`: all ranks of the cell. All `running` ones must wait: a rank that computes may still take another part.
     Waits for the ranks' answers.
     """
-    waits = ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
-    if None in waits.values():
+    answers = ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
+    waits = [answer for answer in answers.values() if answer is not None]
+    if len(waits) < len(running):
         return ""
-    answers = ranks.call_on_control_channel(everyone, on_rank.begun_operations(), ANSWER_SECONDS)
-    begun = {rank: answer for rank, answer in answers.items() if answer is not None}
+    uses = ranks.call_on_control_channel(everyone, on_rank.begun_operations(), ANSWER_SECONDS)
+    begun = {rank: use for rank, use in uses.items() if use is not None}
     for group, members in find_different(begun, len(ranks.members)).items():
-        return describe_different(ranks, group, members)
+        if any(group in wait["begun"] for wait in waits):
+            return describe_different(ranks, group, members)
     return ""
 
 

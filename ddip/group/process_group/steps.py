@@ -66,11 +66,14 @@ class Steps:
         self._known: dict[int, Begun] = {}
         self._accepted: dict[str, Numbers] = {}
         """Intended differences, by group."""
+        self.accepted_different: set[str] = set()
+        """Groups in which different collectives are intended."""
 
     def forget(self) -> None:
         """Discard all numbers, as the ranks are in a new group."""
         self._known.clear()
         self._accepted.clear()
+        self.accepted_different.clear()
 
     def known(self) -> Mapping[int, Begun]:
         """Return the last report of each rank since its group was formed."""

@@ -554,9 +554,11 @@ class RankKernel(CellKernel):
         raise StdinNotImplementedError(NO_STDIN)
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
-        """Call the function that a client has sent and return its reply; never raises.
+        """Call the function that a client has sent, and return the content and buffers of the reply.
 
-        An interrupt ends a call sent by ddip as it ends a cell, but only in the called function.
+        Raises nothing: an error becomes an error reply. A call sent by ddip has ``doing`` in its metadata;
+        `ddip_interrupt` ends it as it ends a cell, but only in the called function. Only a SIGINT to this process ends
+        a running call of another client, and at any point.
         """
         doing = self.get_parent("shell")["metadata"].get("doing")
         if doing is not None:

@@ -59,11 +59,11 @@ def _note_collective(
     """
     tally = tally_of(group)
     begun = tally.begun()
-    types = [] if inputs is None else _input_types(inputs)
-    sizes = tuple((shape.numel(), dtype) for shape, dtype in types) if sizes_agree else ()
-    signature = op, sizes, _agreed_option(options)
     tally.enter(is_collective=True)
-    tally.sign(signature)
+    types = [] if inputs is None else _input_types(inputs)
+    agreed = types if sizes_agree else types[: op != "scatter"]  # only the root of a scatter has inputs
+    sizes = tuple((shape.numel() if sizes_agree else None, dtype) for shape, dtype in agreed)
+    signature = tally.sign((op, sizes, _agreed_options(options)), begun)
     tally.lines.append((begun, code, line, signature))
     tally.last = max(begun, default=0) + 1, op, types, time.time_ns()
     tally.work = tallies.no_work
@@ -71,12 +71,11 @@ def _note_collective(
     return tally
 
 
-def _agreed_option(options: Any) -> Any:
-    """Return the reduction of a collective's `options`, or else its root's rank, or else None."""
+def _agreed_options(options: Any) -> tuple[Any, ...]:
+    """Return the reduction and the root's rank in the group of a collective's `options`, as far as it has them."""
     kind = type(options)
-    if kind in REDUCING:
-        return options.reduceOp.op
-    return options.rootRank if kind in ROOTED else None
+    reduction = (options.reduceOp.op,) if kind in REDUCING else ()
+    return (*reduction, options.rootRank) if kind in ROOTED else reduction
 
 
 def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
@@ -84,9 +83,9 @@ def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
     Only the first one of several lists counts.
     """
-    if not isinstance(inputs, list):
+    if not isinstance(inputs, (list, tuple)):
         return [(inputs.shape, inputs.dtype)]
-    if inputs and isinstance(inputs[0], list):
+    if inputs and isinstance(inputs[0], (list, tuple)):
         inputs = inputs[0]
     return [(tensor.shape, tensor.dtype) for tensor in inputs]
 
@@ -97,7 +96,7 @@ def _wrap_collective(method: Method) -> Method:
     op = NAMES.get(name, name)
     at = None if name == "barrier" else int(name in OUTPUT_FIRST)
     is_in_place = name in IN_PLACE
-    sizes_agree = is_in_place or name == "_allgather_base"
+    sizes_agree = name in SIZES_AGREE
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -270,15 +269,12 @@ OUTPUT_FIRST = {
 """Collectives whose first argument receives the result and whose second one is the input."""
 IN_PLACE = {"allreduce", "allreduce_coalesced", "broadcast", "reduce"}
 """Collectives that write into the tensors that they read."""
-REDUCING = {
-    dist.AllreduceCoalescedOptions,
-    dist.AllreduceOptions,
-    dist.ReduceOptions,
-    dist.ReduceScatterOptions,
-}
+SIZES_AGREE = IN_PLACE | {"_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"}
+"""Collectives whose inputs have the same sizes on all ranks."""
+REDUCING = {dist.AllreduceCoalescedOptions, dist.AllreduceOptions, dist.ReduceOptions, dist.ReduceScatterOptions}
 """Options of collectives with a ``reduceOp``."""
-ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ScatterOptions}
-"""Options of the other collectives with a ``rootRank``."""
+ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ReduceOptions, dist.ScatterOptions}
+"""Options of collectives with a ``rootRank``."""
 OTHERS = {
     "send": _wrap_send,
     "recv": _wrap_send,
@@ -379,8 +375,11 @@ def signatures_of(key: str) -> list[str]:
     `key`: group and device, as in `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
     """
     tally = _tally_at(key)
-    lines = [] if tally is None else list(tally.lines)[-min(tally.by_python, tallies.MAX_LINES) :]
-    return [_signature_text(*signature) for *_, signature in lines]
+    group = None if tally is None else tally.group()
+    if tally is None or group is None:
+        return []
+    ranks = dist.get_process_group_ranks(group)
+    return [_signature_text(*signature, ranks) for *_, signature in list(tally.lines)]
 
 
 def place_of_signature(key: str, back: int) -> dict[str, Any] | None:
@@ -403,8 +402,11 @@ def _tally_at(key: str) -> Tally | None:
     return None
 
 
-def _signature_text(op: str, sizes: Sequence[tuple[int, torch.dtype]], option: Any) -> str:
-    details = [f"{count} {str(dtype).removeprefix('torch.')}" for count, dtype in sizes]
-    if option is not None:
-        details.append(f"root {option}" if isinstance(option, int) else option.name)
+def _signature_text(
+    op: str, sizes: Sequence[tuple[int | None, torch.dtype]], options: Sequence[Any], ranks: Sequence[int]
+) -> str:
+    """Describe a signature in a group of `ranks`, such as ``broadcast (4 float32, root 0)``."""
+    types = [(count, str(dtype).removeprefix("torch.")) for count, dtype in sizes]
+    details = [dtype if count is None else f"{count} {dtype}" for count, dtype in types]
+    details += [f"root {ranks[each]}" if isinstance(each, int) else each.name for each in options]
     return f"{op} ({', '.join(details)})" if details else op

@@ -34,11 +34,11 @@ _RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.ru
 """Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
 _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
-Signature: TypeAlias = tuple[str, tuple[tuple[int, Any], ...], Any]
-"""What must be equal on all ranks of a group for their n-th collectives to meet: the operation, the number of elements
-and dtype of each tensor (empty if they may differ), and the reduction or the rank of the root, if any."""
-_codes: dict[Signature, int] = {}
-"""Checksums of signatures."""
+Signature: TypeAlias = tuple[str, tuple[tuple[int | None, Any], ...], tuple[Any, ...]]
+"""What must be equal on all ranks of a group for their n-th collectives to match: the operation, the number of elements
+(None if it may differ) and the dtype of each tensor, and the reduction and the root's rank in the group, if any."""
+_signatures: dict[Signature, tuple[int, Signature]] = {}
+"""Checksums of signatures, with the signatures themselves, of which equal ones share one object."""
 _tallies: dict[int, Tally] = {}
 """Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
 works: weakref.WeakKeyDictionary[Any, tuple[Tally, str, int]] = weakref.WeakKeyDictionary()
@@ -63,8 +63,8 @@ class Tally:
             maxlen=MAX_LINES
         )
         """Per collective begun by Python code: the number begun before it, code and number of its line, signature."""
-        self.by_python = self.digest = 0
-        """Number and digest of these collectives."""
+        self.by_python = self.digest = self.positions = 0
+        """Number of these collectives, and digests of them and of their positions among all collectives."""
         self.last: tuple[int, str, list[Any], int] | None = None
         """The last collective begun by Python code: number, operation, shapes and dtypes, time."""
         self.work: Callable[[], Any] = no_work
@@ -109,14 +109,20 @@ class Tally:
             self._begun_by_main += 1
         self._entries[ident] += 1
 
-    def sign(self, signature: Signature) -> None:
-        """Add the `signature` of a collective to the digest."""
-        code = _codes.get(signature)
-        if code is None:
-            if len(_codes) >= MAX_LINES:
-                _codes.clear()
-            code = _codes[signature] = zlib.crc32(repr(signature).encode())  # equal in all processes, unlike `hash`
-        self.by_python, self.digest = self.by_python + 1, (self.digest * 31 + code) % 2**61
+    def sign(self, signature: Signature, before: list[int]) -> Signature:
+        """Add the `signature` of a collective to the digest; return an equal one, which collectives share.
+
+        `before`: the numbers of collectives begun before it, by device.
+        """
+        known = _signatures.get(signature)
+        if known is None:
+            if len(_signatures) >= MAX_LINES:
+                _signatures.clear()
+            # a checksum is equal in all processes, unlike the hash of a text
+            known = _signatures[signature] = zlib.crc32(repr(signature).encode()), signature
+        self.by_python, self.digest = self.by_python + 1, (self.digest * 31 + known[0]) % 2**61
+        self.positions = (self.positions * 31 + hash(tuple(before))) % 2**61
+        return known[1]
 
     def begun_by_others(self) -> int:
         """Return the number of operations begun by threads other than the current one."""
@@ -167,6 +173,7 @@ class Tally:
             "ranks": ranks,
             "by_python": self.by_python,
             "digest": self.digest,
+            "positions": self.positions,
             "by_main": sum(begun) == self._begun_by_main,
             "by_threads": self._by_threads,
             "may_begin": may_begin,

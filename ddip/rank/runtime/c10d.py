@@ -261,5 +261,8 @@ def is_connection_lost(error: BaseException | None) -> bool:
 
 
 def _runtime_error_text(error: BaseException) -> str:
-    """Return the text arguments of a RuntimeError, without calling ``__str__``, which may be user code."""
+    """Return the text arguments of `error`, joined by spaces; "" if it is not a RuntimeError.
+
+    It does not call ``__str__``, which may be user code.
+    """
     return " ".join(part for part in error.args if isinstance(part, str)) if isinstance(error, RuntimeError) else ""

@@ -139,7 +139,8 @@ def main_thread_phase() -> str:
 def _shown_name(code: CodeType) -> str:
     """Return the name of a function to show to users; "" if it means nothing to them.
 
-    A constructor gets the name of its class.
+    That is so for names that begin with an underscore, lambdas and modules, and usual names of wrappers. A constructor
+    gets the name of its class.
     """
     name = code.co_name
     if name == "__init__":
