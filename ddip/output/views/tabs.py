@@ -22,6 +22,9 @@ from ddip.output.views.below import Below, can_move
 
 REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the tabs."""
+STEADY_SECONDS, STEADY_DRAWS = 0.6, 10
+"""Minimum seconds between updates after so many in a row: the page loses a click on a label that an update replaces
+while the mouse button is down, for about 0.1 s."""
 REDRAW_BYTES = 300_000
 """Maximum bytes per second of updates: Jupyter's server drops messages above a rate, 1 MB/s by default."""
 
@@ -45,6 +48,8 @@ class Tabs:
         """True if the buttons are on the page; showing them again would reset the user's selection."""
         self._begun = False
         self._next = 0.0
+        self._draws = 0
+        """Number of updates of the tabs in a row, each as soon as possible after the one before."""
         self._note = ""
         self._done = False
 
@@ -109,7 +114,10 @@ class Tabs:
                 section.changed = False
                 self._html[rank] = to_tab(section.items, not self._done)
         sent = self._send()
-        self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
+        is_steady = now < self._next + REDRAW_SECONDS
+        self._draws = self._draws + 1 if is_steady else 0
+        pause = STEADY_SECONDS if self._draws >= STEADY_DRAWS else REDRAW_SECONDS
+        self._next = now + max(pause, sent / REDRAW_BYTES)
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
         """Show the final tabs, merged for ranks with equal output; return True if they show `note`.
