@@ -131,6 +131,8 @@ def notebook(shared_notebook: Notebook, pytestconfig: pytest.Config) -> Iterator
 def shared_bare_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Start a notebook with ddip loaded and no group."""
     with _loaded_notebook(tmp_path_factory.mktemp("bare")) as notebook:
+        # while it imports torch, the preload process has children of its own for a moment
+        notebook.ok("import ddip.cluster.processes.preload_client as _client\n_client.ensure_process().asleep.wait()")
         yield notebook
 
 
