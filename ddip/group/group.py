@@ -365,8 +365,8 @@ class Group:
         tell
             True to print which ranks ran the cell and how long it took, even if it was short.
         unmatched
-            True to allow the ranks to begin different numbers of collectives; later cells may begin the missing ones.
-            Otherwise ddip rebuilds the process group after such a cell.
+            True to allow the ranks to begin different numbers of collectives, of which later cells may begin the
+            missing ones, or collectives that do not match. Otherwise ddip rebuilds the process group after such a cell.
         log
             Prefix of log files: each rank also writes its whole output to the file ``<log>.<rank>.log``.
         profile

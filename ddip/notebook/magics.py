@@ -278,8 +278,9 @@ class DipMagics(Traits):
     @argument(
         "--unmatched",
         action="store_true",
-        help="Allow ranks to begin different numbers of collectives, as with -r: a later cell begins the rest. Without "
-        "it, ddip reports these ranks and rebuilds the group before the next cell.",
+        help="Allow ranks to begin different numbers of collectives, as with -r: a later cell begins the rest. Also "
+        "allows collectives that do not match; ddip no longer compares those of their group. Without it, ddip reports "
+        "these ranks and rebuilds the group before the next cell.",
     )
     @argument(
         "--bg", action="store_true", help="Run in the background, and return at once; %%dipwait waits for the cell."

@@ -540,7 +540,7 @@ class RunningCell:
         return self._vain_waits.are_proved(running, self.reports, ended, time.monotonic(), is_stopped)
 
     def _wait_in_different(self, running: Sequence[int]) -> bool:
-        """Return True if the `running` ranks wait in collectives that never complete, since they are different ones."""
+        """Return True if the `running` ranks wait for each other in different collectives; set `different`."""
         if self._state.limits.can_unblock and not self.different:  # else they have been aborted, and are ending
             self.different = find_different_waits(self._ranks, running, list(self.replies))
             return bool(self.different)

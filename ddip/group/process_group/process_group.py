@@ -290,7 +290,7 @@ class ProcessGroupManager:
 
         `healthy` becomes False if the process group must be rebuilt before its next use, and True if a cell has formed
         a fitting group. If the ranks have begun different numbers of collectives, the user is told, unless the cell has
-        `failed` or its user allows it (`unmatched`).
+        `failed` or its user allows it (`unmatched`); if the collectives do not match, only unless the user allows it.
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
@@ -340,9 +340,11 @@ class ProcessGroupManager:
             self._report_different(signatures.find_different(self._steps.known(), size), unmatched)
 
     def _report_different(self, different: Mapping[str, list[int]], unmatched: bool) -> None:
-        """Mark the group for a rebuild, and report the collectives that did not match; or accept them (`unmatched`).
+        """Mark the group for a rebuild, and report the collectives that did not match.
 
-        A failed cell reports them too: they may be the reason why it failed.
+        `different`: the result of `signatures.find_different`. If the user allows them (`unmatched`), nothing is
+        reported, now or later, until the group is rebuilt. A failed cell reports them too: they may be the reason why
+        it failed.
         """
         if unmatched:
             self._steps.accepted_different.update(different)

@@ -72,7 +72,7 @@ def _note_collective(
 
 
 def _agreed_options(options: Any) -> tuple[Any, ...]:
-    """Return the reduction and the root's rank in the group of a collective's `options`, as far as it has them."""
+    """Return the reduction and the root's rank in the group, as far as a collective's `options` have them."""
     kind = type(options)
     reduction = (options.reduceOp.op,) if kind in REDUCING else ()
     return (*reduction, options.rootRank) if kind in ROOTED else reduction
