@@ -13,6 +13,8 @@ class Settings:
     """Seconds to wait for a group to form."""
     collect: bool = True
     """Collect garbage, and empty large unused GPU caches, on every rank after each cell."""
+    keep_frames: bool = False
+    """Keep the frames of a failed cell on its ranks for ``%dipdebug``, until the next cell."""
     spawn: bool = False
     """Spawn each engine as a new process instead of forking it."""
     failure_grace: float = 1.0

@@ -73,6 +73,9 @@ NAME_SECONDS = 2.0
 """Longest wait of ``variable_names`` for the reply of a rank; it is called after a cell has failed."""
 STACK_SECONDS = 1.0
 """Longest wait of ``stacks`` for the reply of a rank."""
+DEBUG = "%debug"
+"""The cell that opens the debugger at the kept error of a rank."""
+DIPDEBUG = "%dipdebug"
 ASKING = "asking the ranks was interrupted"
 
 
@@ -109,6 +112,8 @@ class Group:
         they wait in. It does so at once if all of them wait, and only for ranks on which the cell has ended.
     stall_timeout
         Seconds without progress after which ddip prints where each rank waits.
+    keep_frames
+        True to keep the frames of a failed cell for `debug`, with the tensors that they hold, until the next cell.
     display
         Options for the output of cells.
     history
@@ -141,11 +146,13 @@ class Group:
         spawn: bool = DEFAULTS.spawn,
         failure_grace: float = DEFAULTS.failure_grace,
         stall_timeout: float = DEFAULTS.stall_timeout,
+        keep_frames: bool = DEFAULTS.keep_frames,
         display: DisplayOptions | None = None,
         history: History | None = None,
         progress: Report = ignore_progress,
     ) -> None:
-        self.options = Options(timeout, collect, spawn, failure_grace, stall_timeout, display or DisplayOptions())
+        limits = timeout, collect, spawn, failure_grace, stall_timeout, keep_frames
+        self.options = Options(*limits, display or DisplayOptions())
         """Settings that may be changed at any time; they apply to later steps."""
         self.history = history or History()
         """Cells of this group and of the groups before it."""
@@ -347,6 +354,7 @@ class Group:
         unmatched: bool = False,
         log: str = "",
         profile: str | None = None,
+        break_on: Sequence[int] | None = None,
     ) -> None:
         """Run `code` as a cell, and return when every rank has finished.
 
@@ -372,6 +380,8 @@ class Group:
         profile
             Folder for traces of torch's profiler; an empty string means a new folder in ``ddip_profile``. ddip also
             shows a summary of the profile, and keeps it in `last_profile`. Default: no profile.
+        break_on
+            Ranks on which ``breakpoint()`` stops. Default: all.
 
         Raises
         ------
@@ -387,7 +397,7 @@ class Group:
             If a rank is lost or busy, or the process group cannot be formed; nothing has run then.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
-        asked = self._asked_of_ranks(log)
+        asked = self._asked_of_ranks(code, log, break_on)
         with contextlib.ExitStack() as until_it_ends:
             with self.lifecycle.turn:
                 cells = self._parts.cells
@@ -413,7 +423,7 @@ class Group:
                 self.lifecycle.ensure_ready_for_cell(where)
                 show = Differing(where, self._display(tell), here, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
-            cells.run(running, False, {})
+            cells.run(running, False, self._asked_of_ranks(code))
 
     def start(
         self,
@@ -427,6 +437,7 @@ class Group:
         queue: bool = False,
         log: str = "",
         profile: str | None = None,
+        break_on: Sequence[int] | None = None,
     ) -> Cell:
         """Run `code` as a cell in the background, and return at once.
 
@@ -437,7 +448,7 @@ class Group:
         queue
             True to wait if some of `ranks` are busy: the cell begins when their cells have ended, and does not run if
             one of them fails. Otherwise GroupError is raised if a rank is busy.
-        code, ranks, show_ranks, quiet, timeout, unmatched, log, profile
+        code, ranks, show_ranks, quiet, timeout, unmatched, log, profile, break_on
             As for `run`.
 
         Returns
@@ -452,7 +463,7 @@ class Group:
             As for `run`.
         """
         where, seen = self._checked(ranks), placement.check_ranks(show_ranks, self.world_size, "show_ranks")
-        asked = self._asked_of_ranks(log)
+        asked = self._asked_of_ranks(code, log, break_on)
         profiling = None if profile is None else Profiling(self.ranks, folder_for(profile))
 
         def ensure_ready(cell: Cell | None = None) -> None:
@@ -525,6 +536,39 @@ class Group:
             known = f"the last are {', '.join(numbers)}" if numbers else "there were none"
             raise BadInput(f"{number}: no cell with this number has run on ranks; {known}")
         return cell
+
+    def debug(self, rank: int | None = None, number: int | None = None) -> None:
+        """Open the debugger: in a background cell whose ranks have stopped in it, or at the error of the last cell.
+
+        Returns when no rank waits at a prompt any more. The error can be debugged if its frames were kept, as with
+        `Options.keep_frames`.
+
+        Parameters
+        ----------
+        rank
+            Rank whose error to debug. Default: the first rank that has failed by itself.
+        number
+            Number of the background cell. Default: the one that waits for an answer.
+
+        Raises
+        ------
+        BadInput
+            If there is no such rank or cell, if no rank waits, or if the last cell has not failed there.
+        CellError
+            If the rank has not kept the frames of its error.
+        """
+        running = self._parts.cells.find_asking(number)
+        if running is not None and rank is None:
+            running.converse()
+            return
+        cell = next((cell for cell in reversed(self.cells) if cell.code.strip() != DEBUG), None)
+        failed = [] if cell is None else [rank for rank, error in cell.errors.items() if not error.waited]
+        if cell is None or not failed:
+            raise BadInput(f"{DIPDEBUG}: the last cell has not failed, and no background cell waits in a debugger")
+        if rank is not None and rank not in failed:
+            raise BadInput(f"{DIPDEBUG} -r {rank}: {cell.text} has failed on {ranks_text(failed)}; type one of these")
+        where = failed[0] if rank is None else rank
+        self.run(DEBUG, [where], show_ranks=[where])
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).
@@ -610,9 +654,19 @@ class Group:
         limits = Limits(self.options.failure_grace, self.options.stall_timeout, timeout, self.ranks.can_unblock)
         return self._parts.cells.admit(cell, limits, until_it_ends)
 
-    def _asked_of_ranks(self, log: str) -> CellOptions:
-        """Return options of a cell for its ranks. Raises BadInput if the `log` files cannot be written."""
-        return {"log": str(logs.resolve_prefix(log))} if log else {}
+    def _asked_of_ranks(self, code: str, log: str = "", break_on: Sequence[int] | None = None) -> CellOptions:
+        """Return options of the cell `code` for its ranks, from the arguments of `run`.
+
+        Raises BadInput if the `log` files cannot be written, or for a rank in `break_on` outside the group.
+        """
+        asked: CellOptions = {"log": str(logs.resolve_prefix(log))} if log else {}
+        if break_on is not None:
+            asked["break_on"] = list(placement.check_ranks(break_on, self.world_size, "break_on"))
+        if self.options.keep_frames:
+            asked["keep_frames"] = True
+        if code.lstrip().startswith(DEBUG):
+            asked["debugs"] = True
+        return asked
 
     @contextlib.contextmanager
     def _profiled(self, folder: str, ranks: Sequence[int]) -> Iterator[CellOptions]:

@@ -22,5 +22,7 @@ class Options:
     """Seconds for the other ranks to finish a cell after one rank has failed."""
     stall_timeout: float = DEFAULTS.stall_timeout
     """Seconds without progress after which ddip prints where each rank waits."""
+    keep_frames: bool = DEFAULTS.keep_frames
+    """True to keep the frames of a failed cell for the debugger until the next cell."""
     display: DisplayOptions = field(default_factory=DisplayOptions)
     """Options for the output of cells."""

@@ -27,6 +27,7 @@ LOCAL_MAGICS = [
     "dipwait",
     "dipstop",
     "dipstack",
+    "dipdebug",
     "dipwatch",
     "dipper",
     "load_ext",

@@ -1,5 +1,5 @@
-"""Magics for running and ended cells: ``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack`` and
-``%dipstatus``; ``%dipper``."""
+"""Magics for running and ended cells: ``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack``,
+``%dipdebug`` and ``%dipstatus``; ``%dipper``."""
 
 from __future__ import annotations
 
@@ -190,6 +190,28 @@ class CellMagics(Magics):
         stacks = group.stacks()
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
+
+    @with_examples("%dipdebug          the last error, or the background cell that waits", "%dipdebug -r 2")
+    @magic_arguments()
+    @argument("number", nargs="?", metavar="CELL", help="Number of a background cell that waits at a breakpoint.")
+    @argument("-r", "--rank", metavar="RANK", help="Rank whose error to debug; default: the first that has failed.")
+    @line_magic
+    def dipdebug(self, line: str = "") -> None:
+        """Open the debugger at the error of the last cell, or in a background cell that has stopped at a breakpoint.
+
+        Ranks keep the frames of an error after %pdb on in a %%dip cell, or with %config DipMagics.keep_frames = True,
+        until the next cell runs on them. A foreground cell opens the debugger by itself.
+        """
+        args = arguments.parse_line(self.dipdebug, "%dipdebug", line)
+        group = self._main.require_group("%dipdebug")
+        number = None if args.number is None else self._find_cell("%dipdebug", args.number).number
+        rank = None
+        if args.rank is not None:
+            ranks = arguments.parse_ranks([args.rank], group.world_size, "-r")
+            if len(ranks) != 1:
+                raise BadInput(f"%dipdebug -r {args.rank}: type one rank; at its prompt, rank N changes to another")
+            (rank,) = ranks
+        group.debug(rank, number)
 
     @with_examples("%dipper g")
     @magic_arguments()

@@ -162,8 +162,8 @@ class Hints:
             self._debugger(force)
         elif isinstance(error, CellError):
             notify(
-                f"%debug works only in the notebook, and the error is on {ranks_text([*error.by_rank])}; %dipull "
-                "copies its variables, and %%dip local runs a cell in the notebook"
+                f"the error is on {ranks_text([*error.by_rank])}: %dipdebug opens the debugger there, if its "
+                "frames were kept (%config DipMagics.keep_frames = True)"
             )
         elif not isinstance(error, LocalCellFailed):  # then the debugger has been at its cause
             notify("the last error is a message of ddip, so there is nothing to debug; %tb shows it again")

@@ -296,6 +296,13 @@ class DipMagics(Traits):
         metavar="FOLDER",
         help="Profile the ranks: show where their time went, and write traces to this folder.",
     )
+    @argument(
+        "--break-on",
+        dest="break_on",
+        nargs="+",
+        metavar="RANK",
+        help="Let breakpoint() stop on these ranks only: 0,2 or 1-3; the others run through.",
+    )
     @argument("-a", "--appcmd", metavar="COMMAND", help="Send this command to the app before the cell runs.")
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
@@ -317,9 +324,12 @@ class DipMagics(Traits):
                 answer = group.command(args.appcmd)
                 if answer:
                     print(answer)
+            if cell.strip() == "%debug":
+                group.debug(ranks[0] if len(ranks) == 1 else None)
+                return
             options = {"show_ranks": args.see, "quiet": args.quiet, "timeout": args.timeout}
             options |= {"unmatched": args.unmatched}
-            options |= {"log": args.log or "", "profile": args.profile}
+            options |= {"log": args.log or "", "profile": args.profile, "break_on": args.break_on}
             if args.bg:
                 group.start(cell, ranks, queue=args.queue, **options)
                 return
@@ -351,6 +361,8 @@ class DipMagics(Traits):
             args.timeout = arguments.parse_seconds(args.timeout, "--timeout", 0.1)
         size = self.require_group("%%dip").world_size
         args.ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks(args.ranks, size, "-r")
+        if args.break_on is not None:
+            args.break_on = arguments.parse_ranks(args.break_on, size, "--break-on")
         args.see = arguments.ranks_to_show(args.see, args.ranks, size, self.show_ranks)
         return args
 

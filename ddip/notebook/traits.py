@@ -46,6 +46,10 @@ class Traits(Magics):
     stall_timeout = Float(
         DEFAULTS.stall_timeout, min=1, help="Seconds without progress after which a cell shows where each rank waits."
     ).tag(config=True)
+    keep_frames = Bool(
+        DEFAULTS.keep_frames,
+        help="Keep the frames of a failed cell, and their tensors, on its ranks for %dipdebug until the next cell.",
+    ).tag(config=True)
     style = Enum(
         STYLES,
         DEFAULTS.style,
@@ -112,11 +116,11 @@ class Traits(Magics):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as keyword arguments for a new Group."""
-        names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout")
+        names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout", "keep_frames")
         values = {name: getattr(self, name) for name in names}
         return {**values, "display": self._display_options(), "history": self.history}
 
-    @observe("failure_grace", "stall_timeout")
+    @observe("failure_grace", "stall_timeout", "keep_frames")
     def _limits_changed(self, change: dict[str, Any]) -> None:
         if self.group is not None:
             setattr(self.group.options, change["name"], change["new"])

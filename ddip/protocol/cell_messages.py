@@ -12,7 +12,29 @@ from ddip.protocol.reports import CellReport
 
 REQUEST = "ddip_cell_request"
 REPLY = "ddip_cell_reply"
-"""Types of the two messages. ipykernel derives the second from the first when it aborts a queued cell."""
+"""Types of the two messages of a cell. ipykernel derives the second from the first when it aborts a queued cell."""
+
+
+QUESTION = "ddip_question"
+"""Type of the message with which a rank asks the user during a cell; its content is an `AskedQuestion`."""
+
+
+class AskedQuestion(TypedDict):
+    """A question of a rank to the user: a call of ``input()`` or ``getpass``, or the prompt of a debugger."""
+
+    number: int
+    """Number of the question, unique on its rank."""
+    prompt: str
+    is_password: bool
+    """True if the typed text must not be shown."""
+    is_command: bool
+    """True if a debugger asks for its next command."""
+    is_post_mortem: bool
+    """True if that debugger was opened at an error, so that the code does not go on after it."""
+    place: str
+    """Place at which the debugger has stopped; empty for other questions."""
+    text: str
+    """Text that the debugger has written since its last question."""
 
 
 class CellOptions(TypedDict, total=False):
@@ -30,6 +52,14 @@ class CellOptions(TypedDict, total=False):
     """Maximum number of characters to show; 0: the output is not shown."""
     log: str
     """Prefix of the names of the files to which ranks also write their output."""
+    stdin: bool
+    """True if someone can answer the questions of ranks."""
+    keep_frames: bool
+    """True to keep the frames of its error until the next cell begins."""
+    debugs: bool
+    """True if the cell debugs the error of the last one, whose frames are kept for it."""
+    break_on: list[int]
+    """Ranks on which ``breakpoint()`` stops; missing: all."""
     profile: str
     """Folder for the traces of a profile."""
 

@@ -40,7 +40,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 21
+VERSION = 22
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -247,6 +247,10 @@ def current_vitals(every: float, keep: float) -> Vitals: ...
 
 @remote("runtime.housekeeping.set_collect")
 def set_collect(collect: bool) -> None: ...
+
+
+@remote("debugging.questions.give_answer")
+def give_answer(number: int, text: str | None) -> None: ...
 
 
 @remote("runtime.stacks.main_thread_location")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,20 @@ class Shown:
         return self.stdout + self.stderr + "\n".join(bundle.get("text/plain", "") for bundle in self.data)
 
 
+@dataclass
+class Dialogue:
+    """A cell that has asked the user."""
+
+    shown: Shown
+    prompts: list[str]
+    """The prompts in order."""
+
+    @property
+    def text(self) -> str:
+        """Return all text that was printed, without colours."""
+        return ANSI.sub("", self.shown.stdout)
+
+
 class Notebook:
     """Runs cells in a kernel and returns their output."""
 
@@ -102,9 +117,41 @@ class Notebook:
         assert shown.status == "error", f"did not fail: {code}\n{shown}"
         return shown
 
-    def begin(self, code: str, **options: Any) -> str:
+    def converse(self, code: str, *answers: str | None | Callable[[], object], timeout: float = 120) -> Dialogue:
+        """Run a cell that asks the user; give each prompt the next of `answers`.
+
+        None ends the input, and a function is called instead of an answer. Prompts without an answer end the input.
+        """
+        prompts: list[str] = []
+        ended = threading.Event()
+        message_id = self.begin(code, allow_stdin=True)
+
+        def answer_prompts() -> None:
+            while not ended.is_set():
+                try:
+                    request = self.client.get_stdin_msg(timeout=0.05)
+                except Empty:
+                    continue
+                answer = answers[len(prompts)] if len(prompts) < len(answers) else None
+                prompts.append(request["content"]["prompt"])
+                if callable(answer):
+                    answer()
+                else:
+                    self.client.input("\x04" if answer is None else answer)
+
+        thread = threading.Thread(target=answer_prompts)
+        thread.start()
+        try:
+            return Dialogue(self.finish(message_id, timeout), prompts)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; prompts: {prompts}") from None
+        finally:
+            ended.set()
+            thread.join()
+
+    def begin(self, code: str, allow_stdin: bool = False, **options: Any) -> str:
         """Send a cell; return the ID to finish it with."""
-        return str(self.client.execute(code, allow_stdin=False, **options))
+        return str(self.client.execute(code, allow_stdin=allow_stdin, **options))
 
     def finish(self, message_id: str, timeout: float = 240, until: str | None = None) -> Shown:
         """Collect the output of a cell until it ends, or until it contains `until`."""

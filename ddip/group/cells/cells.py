@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ddip.errors import GroupError, ranks_text
+from ddip.errors import BadInput, GroupError, ranks_text
 from ddip.group import stopping
 from ddip.group.cells.cell import Cell
 from ddip.group.cells.cell_state import LOOK_SECONDS, Limits
@@ -166,6 +166,21 @@ class Cells:
         """Abort the collectives that wait in `cell`, without touching those of other cells."""
         alone = all(other is cell or other.state != "running" for other in list(self._active))
         self._manager.release(None if alone else cell.ranks)
+
+    def find_asking(self, number: int | None) -> RunningCell | None:
+        """Return the background cell that waits for the user's answers, with this `number` if given; None: none does.
+
+        Raises BadInput if the cell with this number does not wait.
+        """
+        asking = [running for cell, running in list(self._active.items()) if cell.background and running.questions]
+        if number is None:
+            return asking[0] if asking else None
+        for running in asking:
+            if running.cell.number == number:
+                return running
+        known = " or ".join(f"%dipdebug {running.cell.number}" for running in asking)
+        instead = f"type {known}" if known else "no cell in the background does"
+        raise BadInput(f"%dipdebug {number}: cell {number} does not wait at a prompt; {instead}")
 
     # -- running cells
 

@@ -53,6 +53,8 @@ from ddip.group.cells.cell_state import (
 )
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.cells.vain_waits import VainWaits
+from ddip.group.debugging.dialogue import Dialogue, can_prompt
+from ddip.group.debugging.open_questions import OpenQuestion, OpenQuestions
 from ddip.group.members.ranks import Ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.group.process_group.process_group import ProcessGroupManager
@@ -60,7 +62,8 @@ from ddip.group.process_group.signatures import DIFFERENT, find_different_waits
 from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, where_text
 from ddip.output.terminal_text import last_lines
-from ddip.protocol.cell_messages import CellOptions
+from ddip.protocol import on_rank
+from ddip.protocol.cell_messages import QUESTION, CellOptions
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
 
@@ -98,6 +101,13 @@ class Notices:
         hint = f"{self._stop} ends the cell and keeps all variables, and so does %%dip --timeout SECONDS"
         text = "\n".join([*lines, f"the cell keeps waiting; {hint}"])
         self._show(text, f"no rank made progress for {seconds:g} s or more")
+
+    def report_question(self, question: OpenQuestion, number: int) -> None:
+        """Print that a rank of the background cell `number` asks the user `question`."""
+        rank, asked = question.rank, question.asked
+        at = f" at {asked['place']}" if asked["place"] else ""
+        what = f"has stopped in the debugger{at}" if asked["is_command"] else f"asks: {asked['prompt']}"
+        self._show(f"rank {rank} {what}; %dipdebug {number} opens the prompt", f"rank {rank} {what}")
 
     def _show(self, text: str, past_text: str) -> None:
         self._shown.append((Notice(text), past_text))
@@ -210,6 +220,13 @@ class MessagesArrived:
 
 
 @dataclass(frozen=True)
+class RankAsks:
+    """A rank asks the user a question."""
+
+    question: OpenQuestion
+
+
+@dataclass(frozen=True)
 class OtherCellEnded:
     """A cell that this one waits for has ended."""
 
@@ -221,7 +238,7 @@ class GroupEnded:
     why: str
 
 
-Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed | OtherCellEnded | GroupEnded
+Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed | RankAsks | OtherCellEnded | GroupEnded
 """Events from other threads to the thread that follows a cell; two of them go to the `CellState` unchanged."""
 
 
@@ -249,6 +266,11 @@ class RunningCell:
         self.events: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
         self.replies: Requests = {}
         self.reports: dict[int, CellReport | None] = {}
+        self.questions = OpenQuestions()
+        """The questions of ranks that wait for an answer; meanwhile, the cell's clock stands still."""
+        self.can_ask = can_prompt()
+        """True if the user can answer questions of the ranks."""
+        self._dialogue = Dialogue(self)
         self.name = uuid.uuid4().hex
         """Unique name of this run, the same on all its ranks."""
         self._state = CellState([], limits, time.monotonic())
@@ -293,7 +315,13 @@ class RunningCell:
         self._state.ranks = ranks
         for rank in self._show.show_ranks.difference(ranks):
             self._perform(ShowEnded(rank, False))
-        common: CellOptions = {"number": self.cell.number, "name": self.name, "ranks": ranks, "rich": self._show.rich}
+        common: CellOptions = {
+            "number": self.cell.number,
+            "name": self.name,
+            "ranks": ranks,
+            "rich": self._show.rich,
+            "stdin": self.can_ask,
+        }
         recipients = [self._make_recipient(rank) for rank in ranks]
         requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **asked})
         self.replies = dict(zip(ranks, requests, strict=True))
@@ -330,6 +358,9 @@ class RunningCell:
 
     def _make_recipient(self, rank: int) -> Recipient:
         def on_message(message: Message) -> None:
+            if message["header"]["msg_type"] == QUESTION:
+                self.events.put(RankAsks(OpenQuestion(rank, message["content"])))
+                return
             with self._lock:  # never render while holding it: all ranks' messages and replies arrive on this thread
                 if self._is_late:
                     self._show.show_late(rank, message)
@@ -475,6 +506,51 @@ class RunningCell:
             if time.monotonic() > self._drawn + (DRAW_SECONDS if self._messages else PAUSE_SECONDS):
                 self._redraw()
             self._process(self._next_event())
+            if self._asks_at_once and self._dialogue.is_due:
+                self._dialogue.ask_next(self.follow_once)
+
+    def follow_once(self) -> None:
+        """Process the next event, and show what is due; called while the user thinks at a prompt."""
+        if time.monotonic() > self._drawn + (DRAW_SECONDS if self._messages else PAUSE_SECONDS):
+            self._redraw()
+        if not self._state.is_over:
+            self._process(self._next_event())
+        else:
+            self.questions.drop()
+
+    # -- questions of ranks to the user
+
+    @property
+    def _asks_at_once(self) -> bool:
+        """True if the thread that follows the cell asks the user; a background cell waits for ``%dipdebug``."""
+        return self.can_ask and not self.cell.background
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the group."""
+        return len(self._ranks.members)
+
+    def describe_places(self) -> str:
+        """Return the position of each rank, one line per position."""
+        finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
+        return places_text({**finished, **self._ranks.places(self.unfinished)})
+
+    def answer(self, question: OpenQuestion, text: str | None) -> None:
+        """Send the answer to a question of a rank; None raises EOFError there."""
+        if self.questions.take(question):
+            self._ranks.call_on_control_channel([question.rank], on_rank.give_answer(question.asked["number"], text))
+            self._watch.note_progress()
+            self._after_caught.note_progress()
+
+    def converse(self) -> None:
+        """Ask the user for the answers that ranks of a background cell wait for."""
+        self._dialogue.converse(lambda: not self.unfinished)
+
+    def _note_question(self, question: OpenQuestion) -> None:
+        if self._state.stopped_at is None:
+            self.questions.add(question)
+            if self.cell.background:
+                self._notices.report_question(question, self.cell.number)
 
     def _redraw(self) -> None:
         with self._lock:
@@ -501,8 +577,13 @@ class RunningCell:
         match arrived:
             case ReplyArrived(rank):
                 return self._take_reply(rank)
-            case OutputEnded() | StopPressed():
+            case StopPressed():
+                self.questions.drop()
                 return arrived
+            case OutputEnded():
+                return arrived
+            case RankAsks(question):
+                self._note_question(question)
             case GroupEnded(why):
                 raise GroupError(why)
         return TimePassed()
@@ -510,6 +591,9 @@ class RunningCell:
     def _take_reply(self, rank: int) -> RankReplied:
         reply = self.replies[rank].result()
         report = self.reports[rank] = reply.report
+        self.questions.drop([rank])
+        if report is not None and "seconds" in report:
+            report["seconds"] = max(0.0, report["seconds"] - self.questions.paused_seconds)
         caught = caught_in(report)
         if caught is not None:
             self._after_caught.note_progress()
@@ -524,7 +608,7 @@ class RunningCell:
 
     def _process(self, event: Event) -> None:
         """Process `event`: carry out the actions that follow, and process the events that these produce."""
-        for action in self._state.step(event, time.monotonic()):
+        for action in self._state.step(event, self.questions.now()):
             answer = self._perform(action)
             if answer is not None:
                 self._process(answer)
@@ -574,18 +658,20 @@ class RunningCell:
             case Question.WHO_MOVES:
                 assert self._ending is not None
                 return MovingRanks(self._ending.find_moving(running))
-            case Question.WAITS_IN_VAIN if self._wait_in_vain(running):
+            case Question.WAITS_IN_VAIN if not self.questions and self._wait_in_vain(running):
                 return WaitsInVain()
             case Question.WHO_CANNOT_STOP:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Question.STALL:
+            case Question.STALL if not self.questions:
                 has_stalled = self._watch.has_stalled(running, time.monotonic())
                 if self._watch.is_still and self._wait_in_different(running):
                     return WaitsInVain()
                 if has_stalled:
                     return CellStalled()
-            case Question.STALL_AFTER_CAUGHT if self._after_caught.has_stalled(running, time.monotonic()):
+            case Question.STALL_AFTER_CAUGHT if not self.questions and self._after_caught.has_stalled(
+                running, time.monotonic()
+            ):
                 return CellStalled(after_caught=True)
         return None
 

@@ -91,14 +91,15 @@ from typing import Any, TypeAlias, cast
 import zmq
 from ipykernel.jsonutil import json_clean
 from ipyparallel.engine.kernel import IPythonParallelKernel
-from IPython.core.error import StdinNotImplementedError
 from traitlets import Type
 
 from ddip.protocol import cell_messages, compat_ipython
-from ddip.protocol.cell_messages import CellOptions, CellReply, CellRequest
+from ddip.protocol.cell_messages import AskedQuestion, CellOptions, CellReply, CellRequest
 from ddip.protocol.text import accept_surrogates
+from ddip.rank.debugging import rank_debugger
+from ddip.rank.debugging.questions import asker
 from ddip.rank.inspection.state_history import history, pause_recording
-from ddip.rank.kernel import answers, app_hooks, refusals
+from ddip.rank.kernel import answers, app_hooks
 from ddip.rank.kernel.cell_report import begin_cell, build_report
 from ddip.rank.kernel.shell import RankShell
 from ddip.rank.objects import live_objects
@@ -179,6 +180,10 @@ RESEND_SECONDS = (0.05, 0.2, 0.8)
 """Pauses before SIGINT is sent again to a main thread that has not handled it."""
 
 
+END_QUESTIONS_SECONDS = 0.1
+"""Time from an interrupt until questions that are still open are answered with EOFError."""
+
+
 def _is_own_handler() -> bool:
     """Return whether a handler of this module handles SIGINT, and not one of the cell's own."""
     return getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __name__
@@ -252,10 +257,6 @@ class CellKernel(SilentKernel):
 
 
 Run: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
-NO_STDIN = (
-    "stdin is not available on ranks; ask with input() in the notebook, %%dip local or a plain cell, and %dipush the "
-    "answer"
-)
 
 
 tracebacks.HIDDEN.add(__name__)
@@ -438,9 +439,11 @@ class RankKernel(CellKernel):
             stream.begin_cell(header, asked.get("limit", sys.maxsize))
         is_shared = len(asked.get("ranks", ())) == membership.standing.get("world_size")
         history.begin_cell(asked.get("name", ""), is_shared)
-        cells.begin()
+        cells.begin(asked.get("debugs", False))
+        cells.keep_frames = asked.get("keep_frames", False)
         profiling.request_recording(asked.get("profile", ""))
         begin_cell(asked)
+        asker.begin_cell(asked.get("stdin", False), asked.get("break_on"))
         return header
 
     async def _run_interruptibly(self, silent: bool, run: Run) -> dict[str, Any]:
@@ -470,6 +473,8 @@ class RankKernel(CellKernel):
             self._interruptible = False
             signal.signal(signal.SIGINT, self._interrupt)  # the cell may have set another handler
             profiling.end_recording()
+            asker.end_cell()
+            rank_debugger.forget_debuggers()
             self._aside.put()
             self.aborted.discard(self._cell)
             self._cell = None
@@ -544,14 +549,20 @@ class RankKernel(CellKernel):
             restore_streams(*self._streams)
 
     def raw_input(self, prompt: str = "") -> str:
-        """Raise StdinNotImplementedError for ``input()`` and for debuggers, which prompt through it."""
+        """Ask the user in the notebook, for ``input()`` and for debuggers; see `Asker.ask_user` for the errors."""
         __tracebackhide__ = True  # IPython omits this frame
-        raise StdinNotImplementedError(refusals.NO_DEBUGGER if refusals.is_debugger(prompt) else NO_STDIN)
+        return asker.ask_user(self._send_question, str(prompt), is_password=False)
 
     def getpass(self, prompt: str = "", *args: Any, **kwargs: Any) -> str:
-        """Raise StdinNotImplementedError, since ranks cannot ask for a password."""
+        """Ask the user for a password in the notebook; see `Asker.ask_user` for the errors."""
         __tracebackhide__ = True
-        raise StdinNotImplementedError(NO_STDIN)
+        return asker.ask_user(self._send_question, str(prompt) or "Password: ", is_password=True)
+
+    def _send_question(self, question: AskedQuestion) -> None:
+        """Send a question of the running cell to the notebook, after the cell's output so far."""
+        for stream in self._streams:
+            stream.flush_all()
+        self.session.send(self.iopub_socket, cell_messages.QUESTION, question, parent=self.get_parent("shell"))
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
         """Call the function that a client has sent, and return the content and buffers of the reply.
@@ -597,6 +608,12 @@ class RankKernel(CellKernel):
             cells.interrupt_tidying()
         self.session.send(stream, "ddip_reply", {"status": "ok"}, parent, ident=ident)
         self._interrupt_cell(cell)
+        if cell is not None and cell == self._cell:  # the signal does not end the questions of other threads
+            self._call_on_control_thread(END_QUESTIONS_SECONDS, self._end_questions, cell)
+
+    def _end_questions(self, cell: str) -> None:
+        if cell == self._cell:
+            asker.end_questions()
 
     def interrupt_running_cell(self) -> None:
         """Interrupt the running cell, if any, from the control thread.

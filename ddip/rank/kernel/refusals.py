@@ -1,8 +1,7 @@
-"""Refuse ddip magics and debuggers in cells that run on ranks, and say what to type instead."""
+"""Refuse ddip magics in cells that run on ranks, and say what to type instead."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ NOTEBOOK_MAGICS = (
     "dipcells",
     "dipcell",
     "dipwait",
+    "dipdebug",
     "dipstop",
     "dipstack",
     "dipwatch",
@@ -28,24 +28,15 @@ NOTEBOOK_MAGICS = (
 OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a separate cell"
 DIP = "is not a magic: the cell runs on the ranks anyway"
 TWICE = "appears twice: leave out the second one; the cell runs on the ranks anyway"
-NO_DEBUGGER = (
-    "there is no debugger on ranks yet; %dipstack shows where each rank is, %dipull gets its variables, and a %%dip "
-    "local cell runs in the notebook, where %debug works"
-)
-PROMPTS = ("(Pdb", "ipdb>", "(ipdb")
 
 
 def install_refusals(shell: Any) -> None:
-    """Register magics that raise UsageError in `shell`; ``breakpoint()`` also raises it."""
+    """Register magics that raise UsageError in `shell`."""
     for name in NOTEBOOK_MAGICS:
         shell.register_magic_function(_make_refusal(f"%{name} {OWN_CELL}"), "line", name)
     shell.register_magic_function(_make_refusal(f"%dip {DIP}"), "line", "dip")
     for kind, name in (("line", "%dip"), ("cell", "dip")):
         shell.register_magic_function(_make_refusal(f"%%dip {TWICE}"), kind, name)
-    for kind in ("line", "cell"):
-        shell.register_magic_function(_make_refusal(NO_DEBUGGER), kind, "debug")
-    shell.register_magic_function(_make_refusal(NO_DEBUGGER), "line", "pdb")
-    sys.breakpointhook = _make_refusal(NO_DEBUGGER)
 
 
 def _make_refusal(text: str) -> Callable[..., NoReturn]:
@@ -56,8 +47,3 @@ def _make_refusal(text: str) -> Callable[..., NoReturn]:
         raise UsageError(text)
 
     return raise_refusal
-
-
-def is_debugger(prompt: str) -> bool:
-    """Return whether `prompt` is the prompt of a debugger."""
-    return prompt.startswith(PROMPTS)

@@ -26,15 +26,21 @@ from IPython.core.error import UsageError
 from traitlets import Type
 
 from ddip.protocol.old_versions import keep_cell_numbers
+from ddip.rank.debugging import rank_debugger
+from ddip.rank.debugging.questions import asker
 from ddip.rank.kernel import refusals
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import c10d, stacks, tracebacks
-from ddip.rank.runtime.housekeeping import attribute_of
+from ddip.rank.runtime.housekeeping import attribute_of, cells
 from ddip.rank.runtime.tracebacks import ErrorText
 from ddip.rank.streams.streams import RankDisplay
 
 INTERRUPTS = ("KeyboardInterrupt", "CancelledError")
 """Names of the exceptions that a stop raises; they are formatted without IPython's traceback."""
+NOTHING_TO_DEBUG = (
+    "the last cell has left no error to debug on this rank; %pdb on in a %%dip cell opens the debugger at an error, "
+    "and %config DipMagics.keep_frames = True keeps errors for %dipdebug"
+)
 ShownBy: TypeAlias = Literal["cell", "magic", "caught", "display"]
 
 
@@ -56,6 +62,11 @@ def _find_origin(frame: FrameType | None) -> ShownBy:
                 return "caught"
         frame = frame.f_back
     return "cell"
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Return whether `error` follows from a stop or from the error of another rank."""
+    return type(error).__name__ in INTERRUPTS or c10d.is_broken_connection(error) or membership.is_released(error)
 
 
 class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
@@ -80,6 +91,22 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         super().init_instance_attrs()
         keep_cell_numbers(self.compile)
 
+    @property
+    def debugger_cls(self) -> type[rank_debugger.RankDebugger]:
+        """The debugger's class, which ipdb and ``%debug CODE`` use."""
+        return rank_debugger.RankDebugger
+
+    def debugger(self, force: bool = False) -> None:
+        """Open the debugger at the error of the last cell; the magics ``%debug`` and ``%pdb`` call this.
+
+        Raises UsageError if the last cell has not failed on this rank or its frames were not kept.
+        """
+        if not force and not self.call_pdb:
+            return
+        if cells.kept_error is None:
+            raise UsageError(NOTHING_TO_DEBUG)
+        rank_debugger.debug_error(cells.kept_error)
+
     def _update_code_co_name(self, code: CodeType) -> CodeType:
         """Keep the name ``<module>`` of a cell's code, by which ddip finds it; IPython 7 would change it."""
         return code
@@ -95,6 +122,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         super().init_magics()
         self.magics_manager.auto_magic = False
         refusals.install_refusals(self)
+        rank_debugger.replace_debuggers()
 
     def init_sys_modules(self) -> None:
         """Silence IPython's warning that ``sys.exit()`` should be ``exit``."""
@@ -191,6 +219,8 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         if origin == "cell" or (origin == "display" and getattr(self.displayhook, "msg", None) is not None):
             self.kernel.restore_streams()  # `_showtraceback` flushes them first
             self._showtraceback(type(error), text.message, text.traceback)
+            if origin == "cell" and self.call_pdb and asker.can_ask and not _is_consequence(error):
+                rank_debugger.debug_error(error)
         else:
             with contextlib.suppress(Exception):  # the cell may have replaced stderr with a stream that fails
                 print(*text.traceback, sep="\n", file=sys.stderr)
@@ -204,8 +234,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     ) -> ErrorText:
         if membership.is_released(error):
             return ErrorText(type(error).__name__, str(error), [])
-        quick = type(error).__name__ in INTERRUPTS or c10d.is_broken_connection(error)
-        if quick:  # often raised on all ranks, and all but the first are dropped
+        if _is_consequence(error):  # often raised on all ranks, and all but the first are dropped
             return tracebacks.format_error(error, None)
         return tracebacks.format_error(
             error, lambda: self._ipython_traceback(error, tb_offset, exception_only, compiled)

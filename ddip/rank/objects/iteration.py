@@ -71,6 +71,7 @@ def watch_training() -> None:
 def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # the debugger omits this frame
         if not kwargs.get("accumulate_grad"):  # torch.autograd.grad
             return run(*args, **kwargs)
         try:

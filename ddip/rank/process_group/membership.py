@@ -152,7 +152,7 @@ def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     if nccl and not at_once:
         c10d.connect_devices(gpu.device)
     if timed:
-        c10d.set_timeout(dist.default_pg_timeout)
+        c10d.set_timeout(c10d.WAIT_TIMEOUT)
     listening, connected = sockets.list_sockets()
     return [ends for ends in connected if ends not in before], list(setup.listening_ports(set(listening.items())))
 

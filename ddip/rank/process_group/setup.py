@@ -78,6 +78,8 @@ def _wrap_set_up(method: Method) -> Method:
             if options is not None:
                 rendezvous._open_listeners()
             result = _fence_after(functools.partial(method, *group, *args, **kwargs), size, str(backend))
+        if timeout == dist.default_pg_timeout:  # torch's default, which the user has not chosen
+            restored = c10d.WAIT_TIMEOUT
         if restored is not None and isinstance(result[0], dist.ProcessGroup):
             c10d.set_group_timeout(restored, result[0])
         return result

@@ -21,6 +21,9 @@ from torch.distributed import utils as distributed_utils
 from ddip.protocol import compat_torch
 from ddip.protocol.rank_spec import backends_of
 
+WAIT_TIMEOUT = timedelta(days=1)
+"""Timeout of collectives and stores for which the user has set none. torch's half an hour would end a collective that
+waits for a rank in the debugger; ddip and the stop button end waits that are in vain."""
 TABLES = (
     "pg_map",
     "pg_names",

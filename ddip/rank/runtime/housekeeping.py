@@ -67,6 +67,10 @@ class Cells:
         self._pending: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
         """Exception of the last cell, until the cleanup frees its frames."""
+        self.keep_frames = False
+        """True to keep the frames of a failed cell for the debugger until the next cell begins."""
+        self.kept_error: BaseException | None = None
+        """Exception of the last cell whose frames are kept."""
 
     @property
     def busy(self) -> bool:
@@ -87,16 +91,29 @@ class Cells:
         """Mark the end of a ddip request."""
         self.doing, self._started = "", None
 
-    def begin(self) -> None:
-        """Mark the start of a cell; a pending cleanup is done now if the last cell failed, otherwise dropped."""
+    def begin(self, debugs: bool = False) -> None:
+        """Mark the start of a cell; a pending cleanup is done now if the last cell failed, otherwise dropped.
+
+        `debugs`: the cell debugs the kept error; otherwise its frames are freed now.
+        """
         if self._pending:
             self._pending.cancel()
         if self._error is not None:  # the memory of the failed cell may be needed
             self.tidy()
+        if self.kept_error is not None and not debugs:
+            self._free_kept_error()
         self._started = time.perf_counter()
         threads, self.threads = self.threads, None
         if threads is not None:
             _set_threads(threads)
+
+    def _free_kept_error(self) -> None:
+        error, self.kept_error = self.kept_error, None
+        _free_frames(error)
+
+    def _keeps_frames(self) -> bool:
+        """Return whether the frames of a failed cell are kept: for `keep_frames`, or after ``%pdb on``."""
+        return self.keep_frames or bool(getattr(get_ipython(), "call_pdb", False))
 
     def end(self, error: BaseException | None) -> None:
         """Mark the end of a cell that may have raised `error`, and schedule the cleanup."""
@@ -144,7 +161,10 @@ class Cells:
 
     def _tidy_now(self) -> None:
         error, self._error = self._error, None
-        if error is not None:
+        if error is not None and self._keeps_frames():
+            self._free_kept_error()
+            self.kept_error = error
+        elif error is not None:
             _free_frames(error)
             error = None  # since Python 3.12, its frames keep the variables that were read from them
         if self.collect:
@@ -221,8 +241,8 @@ def _free_frames(error: BaseException | None) -> None:
     """Free the frames of a failed cell, which hold its tensors, data loaders and groups' sockets.
 
     Frames are cleared explicitly, because they are often part of a cycle. The collector destroys a cycle in any order,
-    and torch then waits 5 s for each worker of a data loader. IPython and Python keep the frames for debuggers, which
-    cannot be used on a rank. ``%tb`` also stops working.
+    and torch then waits 5 s for each worker of a data loader. ``%tb`` stops working, and so does ``%debug``, unless the
+    user has asked for it (`Cells.keep_frames`).
     """
     seen: set[int] = set()
     errors = [error]

@@ -27,6 +27,7 @@ from ddip.rank.runtime.housekeeping import attribute_of, cells
 from ddip.rank.runtime.libraries import OURS, library_in
 
 ON_GPU = "work on the GPU"
+AT_PROMPT = "at a prompt"
 AT_THE_END = "work on the GPU that the cell has begun"
 OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of file paths that identify threads of the engine."""
@@ -34,6 +35,8 @@ WAIT_FILES = {stores.__file__}
 """Files with functions that poll while they wait for other ranks; other modules that poll add theirs."""
 SWALLOWING = ("__del__", "_showwarnmsg")
 """Names of functions whose callers in C swallow exceptions."""
+at_prompt = 0
+"""Number of questions to the user that wait for an answer on this rank."""
 F = TypeVar("F", bound=Callable[..., Any])
 Line: TypeAlias = tuple[CodeType, int]
 """Running code and its line number."""
@@ -182,11 +185,10 @@ def _locate_main_thread(frames: Sequence[FrameType]) -> StackLocation:
         return place_on_gpu()
     if cells.is_tidying_long:
         return _locate_cleanup()
-    return (
-        _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames])
-        if cells.busy
-        else StackLocation(state="idle")
-    )
+    if not cells.busy:
+        return StackLocation(state="idle")
+    location = _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames])
+    return replace(location, function=AT_PROMPT) if at_prompt else location
 
 
 def _locate_cleanup() -> StackLocation:

@@ -1,0 +1,1 @@
+"""The dialogue between the user and ranks that ask: ``input()``, ``getpass`` and debuggers."""

@@ -1,0 +1,201 @@
+"""IPython's debugger on a rank: its prompt appears in the notebook, and it stops only in users' code.
+
+``breakpoint()``, ``pdb.set_trace()``, ``ipdb.set_trace()``, ``pdb.post_mortem()``, ``%debug`` and ``%pdb`` all create a
+`RankDebugger`. It differs from IPython's in these points:
+
+    output       its text travels with the next question, so that the notebook shows the dialogue in one place
+    interrupts   the stop button ends the cell; IPython's debugger would swallow it, and Pdb's ``continue`` would handle
+                 SIGINT from then on
+    steps        each top-level statement of a cell is a module of its own, with IPython's code between two of them;
+                 ``next`` goes from one to the other
+    frames       a cell ends without a trace of the debugger: bdb leaves a reference to the last frame in the outermost
+                 one, which never ends
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import io
+import os
+import pdb
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from IPython.core import debugger as ipython_debugger
+from IPython.core.debugger import InterruptiblePdb
+from IPython.core.error import UsageError
+
+from ddip.rank.debugging.questions import asker
+from ddip.rank.process_group import membership
+from ddip.rank.runtime import stacks, tracebacks
+
+NO_DEBUGGER = (
+    "no one can answer a debugger here (a notebook that runs without stdin); %dipstack shows where each rank is, and "
+    "%dipull gets its variables"
+)
+ENGINE_MODULES = ("ddip.rank.", "IPython.core.", "ipykernel.", "traitlets.")
+"""Beginnings of the names of modules in which the debugger does not stop."""
+OUTPUT_MODULES = ("ddip.rank.streams.", "IPython.core.displayhook")
+"""Beginnings of the names of modules that show output; the debugger does not stop in what they call, either."""
+ORIGINAL_CLASSES = pdb.Pdb, ipython_debugger.Pdb
+
+
+class RankDebugger(InterruptiblePdb):
+    """IPython's debugger, whose prompt appears in the notebook."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("stdin", None), kwargs.pop("stdout", None)
+        super().__init__(*args, **kwargs)
+        self.prompt = "(Pdb) "
+        self._text = io.StringIO()
+        self.stdout = self._text  # set here, since Pdb reads from stdin if it is passed to the constructor
+        self.nosigint = True  # else ``continue`` would replace the handler of SIGINT
+        self._is_interrupted = False
+        self._has_stopped = False
+        self.is_post_mortem = False
+        """True if it was opened at an error, so that the code does not go on after it."""
+
+    def take_text(self) -> str:
+        """Return the text that the debugger has written since the last call, with the names of cells."""
+        text = self._text.getvalue()
+        self._text.seek(0)
+        self._text.truncate()
+        for file, number in stacks.cell_files().items():
+            text = text.replace(file, f"cell [{number}]")
+        return text
+
+    def describe_place(self) -> str:
+        """Return the function and the line of the selected frame, as in ``train() cell [12] line 7``."""
+        frame = self.curframe
+        if frame is None:
+            return ""
+        code, number = frame.f_code, stacks.cell_number(frame.f_code)
+        line = frame.f_lineno
+        with contextlib.suppress(AttributeError, IndexError):  # of a traceback, the frame has gone on since
+            line = self.stack[self.curindex][1]
+        where = f"{os.path.basename(code.co_filename)}:{line}" if number is None else f"cell [{number}] line {line}"
+        return where if code.co_name.startswith("<") else f"{code.co_name}() {where}"
+
+    def set_trace(self, frame: FrameType | None = None, **kwargs: Any) -> None:
+        """Stop at the next line of `frame`, by default the caller's; raises UsageError if no one can answer."""
+        ensure_answerable()
+        super().set_trace(sys._getframe().f_back if frame is None else frame, **kwargs)
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Return whether to stop in `frame`: only in code that a cell has called."""
+        return _is_users(frame) and super().stop_here(frame)
+
+    def user_call(self, frame: FrameType, argument_list: Any) -> None:
+        """Stop at the call of a function, but not at the beginning of the next statement of a cell."""
+        if frame.f_code.co_name != "<module>":
+            super().user_call(frame, argument_list)
+
+    def user_exception(self, frame: FrameType, exc_info: Any) -> None:
+        """Stop at an exception in users' code; others are part of IPython's loop over statements."""
+        if _is_users(frame):
+            super().user_exception(frame, exc_info)
+
+    def user_return(self, frame: FrameType, return_value: Any) -> None:
+        """Stop at the end of a function, and of a statement of a cell that ends with ``breakpoint()``."""
+        if frame.f_code.co_name != "<module>" or not self._has_stopped:
+            super().user_return(frame, return_value)
+
+    def cmdloop(self, intro: Any = None) -> Any:
+        """Ask for commands until one lets the code continue."""
+        former = asker.enter(self)
+        try:
+            return super().cmdloop(intro)
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+            raise
+        finally:
+            asker.leave(former)
+
+    def interaction(self, frame: FrameType | None, traceback: Any) -> None:
+        """Ask for commands at `frame`, or where `traceback` ends; raises KeyboardInterrupt on a stop."""
+        self._has_stopped = True
+        super().interaction(frame, traceback)
+        if self._is_interrupted:  # which IPython has swallowed
+            raise KeyboardInterrupt
+        text = self.take_text()  # of the commands of a breakpoint, for example
+        if text:
+            sys.stdout.write(text)
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return whether a cell has called the code of `frame`, other than by showing output."""
+    if frame is None or frame.f_globals.get("__name__", "").startswith(ENGINE_MODULES):
+        return False
+    while frame is not None and stacks.cell_number(frame.f_code) is None:
+        if frame.f_globals.get("__name__", "").startswith(OUTPUT_MODULES):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+def ensure_answerable() -> None:
+    """Raise UsageError if no one can answer a debugger, or StdinNotImplementedError in a worker process."""
+    asker.refuse_in_worker("a debugger")
+    if not asker.can_ask:
+        raise UsageError(NO_DEBUGGER)
+
+
+def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
+    """Stop in the debugger at the caller's next line, if this is a rank to stop on; replaces ``breakpoint()``."""
+    __tracebackhide__ = True  # IPython omits this frame
+    asker.refuse_in_worker("breakpoint()")
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    if asker.break_on is not None and membership.standing.get("rank") not in asker.break_on:
+        return
+    ensure_answerable()
+    debugger = RankDebugger()
+    if header is not None:
+        debugger.message(header)
+    debugger.set_trace(sys._getframe().f_back)
+
+
+def debug_error(error: BaseException) -> None:
+    """Open the debugger at the frame in which `error` was raised."""
+    ensure_answerable()
+    debugger = RankDebugger()
+    debugger.is_post_mortem = True
+    debugger.reset()
+    trace = tracebacks.without_ours(error.__traceback__)
+    debugger.interaction(None, error.with_traceback(trace) if sys.version_info >= (3, 13) else trace)
+
+
+def replace_debuggers() -> None:
+    """Make ``breakpoint()`` and the debuggers of the standard library and of IPython open a `RankDebugger`."""
+    sys.breakpointhook = break_here
+    pdb.Pdb = ipython_debugger.Pdb = RankDebugger  # type: ignore[misc]
+
+
+def forget_debuggers() -> None:
+    """Remove what debuggers have left when a cell ends; the next cell would stop in ddip's own code.
+
+    bdb sets its trace function in all outer frames, and removes it from all but the outermost, which never ends; so
+    does ``interact`` with the prompts in `sys`.
+    """
+    for frame in _outer_frames():
+        if _is_debuggers(frame.f_trace):
+            del frame.f_trace
+    if _is_debuggers(sys.gettrace()):
+        sys.settrace(None)
+    for name in ("ps1", "ps2"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+
+
+def _outer_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_debuggers(trace: Any) -> bool:
+    return isinstance(getattr(trace, "__self__", None), bdb.Bdb)
