@@ -88,6 +88,19 @@ def remote(target: str, label: str = "", *, own_thread: bool = False) -> Callabl
 # -- on the main thread, where a cell runs
 
 
+READING = (
+    "pulling",
+    "reading settings of the process",
+    "looking at the training state",
+    "looking at the model",
+    "looking for names",
+    "looking for help",
+    "comparing the variables",
+    "checking the variables",
+)
+"""Labels of the requests that change no variable."""
+
+
 @remote("process_group.membership.join_group", "forming the group")
 def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -129,7 +130,7 @@ class Notebook:
         def answer_prompts() -> None:
             while not ended.is_set():
                 try:
-                    request = self.client.get_stdin_msg(timeout=0.05)
+                    request = self.client.stdin_channel.get_msg(timeout=0.05)
                 except Empty:
                     continue
                 answer = answers[len(prompts)] if len(prompts) < len(answers) else None
@@ -227,8 +228,8 @@ class Notebook:
             raise AssertionError(f"the cell did not end in time; it showed {shown}") from None
 
     def interrupt(self) -> None:
-        """Press the stop button."""
-        self.manager.interrupt_kernel()
+        """Press the stop button; works on any thread, unlike the manager's method."""
+        os.killpg(os.getpgid(self.pid), signal.SIGINT)
 
     def restart(self, now: bool = False) -> None:
         """Press the restart button."""

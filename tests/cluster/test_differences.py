@@ -594,6 +594,20 @@ def test_objects_above_the_comparison_limit_are_mentioned(
     assert "ddip compares only a part of so many objects after a fault" in capsys.readouterr().err
 
 
+def test_reading_requests_keep_the_recorded_checksums(cells: ddip.Group) -> None:
+    cells.run("""
+        from ddip.rank.inspection.state_history import history as recorder
+        scheduled, schedule = [], recorder._schedule
+        recorder._schedule = lambda *args: (scheduled.append(args), schedule(*args))
+    """)
+    run_and_record(cells, "count, average = 0, torch.zeros(100)")
+    for request in (lambda: cells.pull(["count"]), cells.check, lambda: cells.has_name("count")):
+        run_and_record(cells, "count_walks = lambda: scheduled.count((0.05, False)); walks = count_walks()")
+        request()
+        cells.run("assert count_walks() == walks + 1, scheduled")  # the one after the cell before
+    run_and_record(cells, "del recorder._schedule")
+
+
 def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     run_and_record(cells, "count, average = 0, torch.zeros(100)")
     with pytest.raises(ddip.CellError):

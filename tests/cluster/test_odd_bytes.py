@@ -6,6 +6,7 @@ import pytest
 
 import ddip
 
+from .leftovers import wait_until
 from .rank_errors import raises_on_ranks
 from .ten_steps import TEN_STEPS
 
@@ -37,7 +38,7 @@ def test_odd_bytes_hide_neither_a_death_nor_its_figures(cells: ddip.Group) -> No
     cells.run("result = train()")
     undisturbed = cells.pull(["result"])
     cells.run("import os\nif rank == 1:\n    " + "\n".join(ODD.values()).replace("\n", "\n    "))
-    assert [vitals.state for vitals in cells.vitals()] == ["idle", "idle"]
+    wait_until(lambda: [vitals.state for vitals in cells.vitals()] == ["idle", "idle"])
     with raises_on_ranks({1: "RankEnded"}, {0: "barrier"}) as caught:
         cells.run(DIES, timeout=30)
     assert "SIGKILL" in caught.value.by_rank[1].message

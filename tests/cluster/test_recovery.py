@@ -825,7 +825,7 @@ def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
         return place is not None and place.function == "barrier"
 
     thread = meanwhile(is_in_barrier, show_stack_and_stop)
-    with pytest.raises(CellInterrupted):
+    with pytest.raises(CellInterrupted) as stopped:
         cells.run("""
             import torch.distributed as dist
             def wait():
@@ -841,4 +841,6 @@ def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
     assert main[0].endswith("line 5, in <module>") and main[0].startswith("  cell [")
     assert "ddip" not in stack.threads["main"]  # type: ignore[attr-defined]
     if switches.is_on(switches.SOCKETS):  # otherwise the rank has to be replaced
-        assert [place and place.state for place in cells.ranks.places([0, 1], 5).values()] == ["idle", "idle"]
+        assert "did not stop" not in str(stopped.value)
+        # garbage may be collected first, which takes a second on a busy machine
+        wait_until(lambda: {place and place.state for place in cells.ranks.places([0, 1], 5).values()} == {"idle"})

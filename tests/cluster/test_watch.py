@@ -76,7 +76,7 @@ def test_rates_and_waits_of_ranks_that_train_name_the_straggler(cells: ddip.Grou
     ((done, total),) = first.bars
     assert total == 10_000 and 0 < done <= first.steps
     assert first.cores is not None and first.memory > 50_000_000 and first.place.cell == first.cell
-    assert [one.state for one in cells.vitals()] == ["idle", "idle"]
+    wait_until(lambda: [one.state for one in cells.vitals()] == ["idle", "idle"])
 
 
 IMPORTS = "import torch, torch.distributed as dist\nfrom torch.distributed._functional_collectives import all_reduce"
@@ -131,7 +131,7 @@ def test_a_suspended_rank_is_shown_until_it_continues(cells: ddip.Group, monkeyp
     monkeypatch.setattr(vitals, "LATE_SECONDS", 0.2)
     pid = cells.members[1].pid
     sampler = Sampler(cells.lifecycle)
-    assert [one.state for one in sampler.look()] == ["idle", "idle"]
+    wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "idle"])
     with suspended([pid]):
         wait_until(lambda: [one.state for one in sampler.look()] == ["idle", "stopped"])
         assert sampler.look()[1].doing == f"stopped (SIGSTOP); kill -CONT {pid} continues it"

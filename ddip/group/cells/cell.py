@@ -94,6 +94,8 @@ class Cell:
     """The ranks that have finished the cell, and whether each failed."""
     seconds_by_rank: dict[int, float] = field(default_factory=dict)
     """Duration on each rank that reported one."""
+    paused: float = 0.0
+    """Seconds for which it waited for the user's answers, which do not count as its duration."""
     summary: str = ""
     """Its ranks and duration, in words."""
     told: bool = False
@@ -122,7 +124,7 @@ class Cell:
     @property
     def seconds(self) -> float:
         """Duration of the cell so far, or in total once it has ended, in seconds; 0 while it is queued."""
-        return 0.0 if self.began is None else (self.ended or time.time()) - self.began
+        return 0.0 if self.began is None else max(0.0, (self.ended or time.time()) - self.began - self.paused)
 
     @property
     def text(self) -> str:

@@ -378,6 +378,8 @@ class RunningCell:
 
         `over`: the controller or the group has ended.
         """
+        self.questions.drop()
+        self.cell.paused = self.questions.paused_seconds
         try:
             self._show_end("rank_died" if over else self._find_outcome())
         finally:
@@ -541,6 +543,7 @@ class RunningCell:
             self._ranks.call_on_control_channel([question.rank], on_rank.give_answer(question.asked["number"], text))
             self._watch.note_progress()
             self._after_caught.note_progress()
+            self.cell.paused = self.questions.paused_seconds
 
     def converse(self) -> None:
         """Ask the user for the answers that ranks of a background cell wait for."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 import bdb
 import contextlib
 import io
+import linecache
 import os
 import pdb
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from IPython.core import debugger as ipython_debugger
@@ -99,8 +100,8 @@ class RankDebugger(InterruptiblePdb):
             super().user_exception(frame, exc_info)
 
     def user_return(self, frame: FrameType, return_value: Any) -> None:
-        """Stop at the end of a function, and of a statement of a cell that ends with ``breakpoint()``."""
-        if frame.f_code.co_name != "<module>" or not self._has_stopped:
+        """Stop at the end of a function, but not of a statement of a cell, unless ``breakpoint()`` ends the cell."""
+        if frame.f_code.co_name != "<module>" or (not self._has_stopped and _ends_cell(frame.f_code)):
             super().user_return(frame, return_value)
 
     def cmdloop(self, intro: Any = None) -> Any:
@@ -134,6 +135,13 @@ def _is_users(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return frame is not None
+
+
+def _ends_cell(code: CodeType) -> bool:
+    """Return whether `code`, a top-level statement of a cell, is the last one of the cell."""
+    last = max((line for *_, line in code.co_lines() if line is not None), default=0)
+    rest = [line.strip() for line in linecache.getlines(code.co_filename)[last:]]
+    return all(not line or line.startswith("#") for line in rest)
 
 
 def ensure_answerable() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ddip.protocol.on_rank import READING
 from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import Path, Walk, variables_of
 from ddip.rank.runtime.gpu import gpu
@@ -229,11 +230,18 @@ def is_recorded(whole: bool) -> bool:
 
 
 @contextlib.contextmanager
-def pause_recording() -> Iterator[None]:
-    """Suspend recording while something other than a cell changes variables."""
+def pause_recording(doing: str | None = None) -> Iterator[None]:
+    """Suspend recording while something other than a cell may change variables; `doing`: the label of a request.
+
+    The next snapshot replaces the last one, at first without checksums. It is not taken if the last one still holds:
+    the request changes nothing, or has replaced the snapshots itself.
+    """
     history.pause()
+    before = history.last
     try:
         yield
     finally:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            history.resume()
+        is_unchanged = doing in READING or history.last is not before
+        if not is_unchanged or not history.is_recorded(whole=True):
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                history.resume()

@@ -578,7 +578,7 @@ class RankKernel(CellKernel):
         try:
             try:
                 self._allow_interrupts()
-                with pause_recording():
+                with pause_recording(doing):
                     return super().do_apply(content, bufs, msg_id, reply_metadata)  # type: ignore[no-any-return]
             finally:
                 self._interruptible = False
