@@ -9,6 +9,7 @@ The language of a fence says how the block is used::
 A comment on the line above a fence adds to that::
 
     <!-- raises: CellError -->    the cell fails with this exception
+    <!-- types: p x | c -->       these lines are typed at the prompts of the cell; the output contains both
     <!-- file: train.py -->       the block is that file, in the folder of the notebook
     <!-- terminal -->             the block is run by a shell in that folder
     <!-- data: fastai -->         the page needs fastai's small data sets, and is run by ``make test-system``
@@ -27,7 +28,7 @@ FILES = [ROOT / f"{name}.md" for name in ("Issues", "CHANGELOG", "CONTRIBUTING",
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^(`{3,})(.*)$")
 COMMENT = re.compile(r"^<!-- ([a-z ]+?)(?:: (.*))? -->$")
-MARKS = {"raises", "file", "terminal", "data", "needs", "not run"}
+MARKS = {"raises", "types", "file", "terminal", "data", "needs", "not run"}
 
 
 @dataclass

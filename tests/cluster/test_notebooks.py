@@ -12,11 +12,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from ddip.cluster.processes import preload_client
 
 from ..hosts.network import why_not_on_nb
+from .answers import AnsweringClient
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -52,7 +52,7 @@ def run_notebook(path: Path, folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
-        NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+        AnsweringClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:
         errors = [out.ename for out in cell.get("outputs", []) if out.output_type == "error"]
         assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", [])), (cell.source, errors)

@@ -91,10 +91,28 @@ def _run_in_terminal(text: str, folder: Path, where: str) -> str:
 
 
 def _run_in_notebook(notebook: Notebook, block: Block, where: str) -> str:
+    if "types" in block.marks:
+        return _run_dialogue(notebook, block, where)
     shown = notebook.run(block.text, timeout=500 if "data" in block.marks else 240)
     wanted = block.marks.get("raises", "")
     assert shown.error == wanted, f"{where}\n{block.text}\n{shown.message}\n{shown.traceback}\n{shown.stderr}"
     return "\n".join([shown.text, shown.traceback])
+
+
+def _run_dialogue(notebook: Notebook, block: Block, where: str) -> str:
+    """Run a cell that asks; return its output, with the prompts as the page states them.
+
+    Prompts arrive on another channel than the output, so that their places in it are not known.
+    """
+    answers = block.marks["types"].split(" | ")
+    asked = notebook.converse(block.text, *answers)
+    assert asked.shown.status == "ok", f"{where}\n{asked}"
+    typed = [f"{prompt}{answer}" for prompt, answer in zip(asked.prompts, answers, strict=True)]
+    stated = [line for line in block.shows.splitlines() if re.match(r"rank \d+(:| of)", line)]
+    for line in stated:
+        assert any(pattern_of(line).fullmatch(text) for text in typed), f"{where}: {line}\n{typed}"
+    block.shows = "\n".join(line for line in block.shows.splitlines() if line not in stated)
+    return asked.text
 
 
 def _assert_shown(block: Block, where: str, shown: str) -> None:

@@ -122,7 +122,7 @@ class RankDebugger(InterruptiblePdb):
         if self._is_interrupted:  # which IPython has swallowed
             raise KeyboardInterrupt
         text = self.take_text()  # of the commands of a breakpoint, for example
-        if text:
+        if text.strip():
             sys.stdout.write(text)
 
 
