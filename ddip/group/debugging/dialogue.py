@@ -111,7 +111,7 @@ class Dialogue:
             if question.rank not in self._cell.unfinished:
                 print(f"ddip: rank {question.rank} no longer runs the cell")
         elif reader.is_interrupted or (line is None and self._ends_cell(question)):
-            self._cell.press_stop()
+            self._stop_cell()
         elif question.asked["is_command"]:
             self._act_on(QUIT[0] if line is None else line, waiting)
         else:
@@ -183,12 +183,17 @@ class Dialogue:
             case ["all"]:
                 print("ddip: all needs a command, as in all p loss")
             case [word] | ["all", word] if word in QUIT and self._ends_cell(waiting[self._current or 0]):
-                self._cell.press_stop()
+                self._stop_cell()
             case ["all", *_]:
                 self._answer(stopped.values(), line.strip().removeprefix("all").strip() if words[1:] != ["c"] else "c")
             case _:
                 assert self._current is not None
                 self._answer([waiting[self._current]], line)
+
+    def _stop_cell(self) -> None:
+        """Stop the cell; its questions are withdrawn at once, so that none is asked before the stop takes effect."""
+        self._cell.press_stop()
+        self._cell.questions.drop()
 
     @staticmethod
     def _ends_cell(question: OpenQuestion) -> bool:
