@@ -33,6 +33,8 @@ class AskedQuestion(TypedDict):
     """True if that debugger was opened at an error, so that the code does not go on after it."""
     place: str
     """Place at which the debugger has stopped; empty for other questions."""
+    timeout: float | None
+    """Seconds that others wait for this rank in a collective, if a group has a timeout that the user has set."""
     text: str
     """Text that the debugger has written since its last question."""
 

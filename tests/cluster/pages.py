@@ -9,7 +9,7 @@ The language of a fence says how the block is used::
 A comment on the line above a fence adds to that::
 
     <!-- raises: CellError -->    the cell fails with this exception
-    <!-- types: p x | c -->       these lines are typed at the prompts of the cell; the output contains both; `nothing`: the cell has stdin, and does not ask
+    <!-- types: p x | c -->       these lines are typed at the prompts of the cell; `nothing`: it has stdin
     <!-- file: train.py -->       the block is that file, in the folder of the notebook
     <!-- terminal -->             the block is run by a shell in that folder
     <!-- data: fastai -->         the page needs fastai's small data sets, and is run by ``make test-system``

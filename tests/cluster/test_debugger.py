@@ -271,3 +271,11 @@ def test_collectives_wait_longer_than_half_an_hour(debugged: Notebook) -> None:
         "%%dip\nfor group in (dist.group.WORLD, dist.new_group()):\n"
         "    assert group._get_backend(torch.device('cpu')).options._timeout.days == 1"
     )
+
+
+def test_the_prompt_names_a_timeout_of_the_user(debugged: Notebook) -> None:
+    debugged.ok("%%dip\nimport datetime\nown = dist.new_group(timeout=datetime.timedelta(seconds=90))")
+    seen = debugged.converse("%%dip -r 0\nbreakpoint()\na = 1", "c")
+    assert "ddip: other ranks wait 90 s at most in collectives: a group has this timeout=" in seen.text
+    debugged.ok("%%dip\ndist.destroy_process_group(own)\ndel own")
+    assert "at most in collectives" not in debugged.converse("%%dip -r 0\nbreakpoint()\na = 1", "c").text

@@ -155,6 +155,9 @@ class Dialogue:
             print(head + text, end="" if text.endswith("\n") else "\n")
         if not self._is_introduced:
             self._is_introduced = True
+            timeouts = [limit for question in waiting.values() if (limit := question.asked["timeout"]) is not None]
+            if timeouts and self._cell.world_size > 1:
+                print(f"ddip: other ranks wait {min(timeouts):g} s at most in collectives: a group has this timeout=")
             stopped = [rank for rank, question in waiting.items() if question.asked["is_command"]]
             if stopped and self._cell.world_size > 1:
                 print(f"ddip: {ranks_text(stopped)} {'has' if len(stopped) == 1 else 'have'} stopped; {HELP}")

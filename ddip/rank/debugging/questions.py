@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from IPython.core.error import StdinNotImplementedError
 
 from ddip.protocol.cell_messages import AskedQuestion
-from ddip.rank.runtime import stacks
+from ddip.rank.runtime import c10d, stacks
 
 NO_STDIN = (
     "stdin is not available on ranks here; ask with input() in the notebook, %%dip local or a plain cell, and %dipush "
@@ -121,12 +121,14 @@ class Asker:
         number = next(self._numbers)
         answers = self._answers[number] = queue.SimpleQueue()
         is_command = prompt.startswith(FOREIGN_PROMPTS) if debugger is None else prompt == debugger.prompt
+        timeout = c10d.shortest_timeout()
         question: AskedQuestion = {
             "number": number,
             "prompt": prompt,
             "is_password": is_password,
             "is_command": is_command,
             "is_post_mortem": debugger is not None and debugger.is_post_mortem,
+            "timeout": None if timeout is None else timeout.total_seconds(),
             "place": "" if debugger is None else debugger.describe_place(),
             "text": "" if debugger is None else debugger.take_text(),
         }

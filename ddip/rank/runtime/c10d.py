@@ -223,6 +223,15 @@ def gloo_timeout(group: Any) -> timedelta | None:
     return getattr(backend.options, "_timeout", None) if is_gloo else None
 
 
+def shortest_timeout() -> timedelta | None:
+    """Return the shortest timeout that the user has set for gloo collectives of a group of this rank, or None.
+
+    torch's default, which cannot be changed before torch 2.9, counts as set.
+    """
+    timeouts = [timeout for group in named_groups() if (timeout := gloo_timeout(group)) is not None]
+    return min((timeout for timeout in timeouts if timeout < WAIT_TIMEOUT), default=None)
+
+
 def setup_timeout(seconds: float) -> timedelta:
     """Return the timeout for creating a group, normally `seconds`.
 
