@@ -132,3 +132,10 @@ def test_the_page_says_which_versions_are_tested() -> None:
     rows = {tuple(cell.strip(" `") for cell in line.split("|")[1:3]) for line in PAGE.read_text().splitlines()}
     wanted = {(names.library, names.tested) for names in [compat_torch.NAMES, *private_names.name_tables()]}
     assert wanted <= rows
+
+
+@pytest.mark.parametrize("page", ["fastai", "huggingface", "lightning"])
+def test_a_framework_page_states_the_tested_versions(page: str) -> None:
+    (sentence,) = re.findall(r"The tests run with (.*?)\.\s", (PAGE.parent / f"{page}.md").read_text(), re.DOTALL)
+    stated = set(re.findall(r"(\w+) (\d+\.\d+)", sentence))
+    assert stated and stated <= {(names.library, names.tested) for names in private_names.name_tables()}

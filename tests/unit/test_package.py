@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def test_the_citation_is_whole_and_of_this_version() -> None:
     assert fields["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= fields.keys()  # required by the format
     assert (fields["version"], fields["license"]) == (ddip.__version__, "Apache-2.0")
+
+
+def test_the_description_for_a_package_index_has_no_relative_links() -> None:
+    text = runpy.run_path(str(ROOT / "setup.py"))["long_description"]()
+    assert re.findall(r"\]\((?!https?:)|<!--|<picture|\((?:versions|how)\)", text) == []
+    assert re.search(r"takes [\d.]+ s\sand less", text)  # the line break after a removed comment stays
 
 
 def test_the_classifiers_list_exactly_the_allowed_pythons() -> None:
