@@ -71,7 +71,7 @@ def end_cell() -> None:
 
 
 def _next_key(name: str) -> str:
-    """Return the store key of this rank's next call `name` in this cell; all ranks of a host count alike."""
+    """Return the store key of the next call `name` in this cell, which is the same on all ranks of a host."""
     call = (current.cell_name(), name)
     _call_counts[call] += 1
     return f"ddip once {current.cell_name()} {os.environ['GROUP_RANK']} {_call_counts[call]} {name}"

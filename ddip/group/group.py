@@ -367,7 +367,7 @@ class Group:
         show_ranks
             Ranks whose output and displays are shown.
         quiet
-            True to show only errors.
+            True to show the output rank by rank when the cell has ended, instead of live.
         timeout
             Seconds after which ddip stops the cell. Default: no limit.
         tell
@@ -692,7 +692,8 @@ class Group:
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
         """Make `call` on the main thread of rank 0; return None if it fails or takes longer than `seconds`.
 
-        Returns None also if rank 0 is busy or has ended. A call that takes longer continues to run.
+        Returns None also if rank 0 is busy or has ended. A call that takes longer continues until the group needs the
+        rank, and is interrupted then.
         """
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
@@ -811,7 +812,7 @@ class Group:
         names
             Variables of the rank. Local variables of functions cannot be copied.
         seconds
-            Longest time to wait for the rank.
+            Longest time to wait for each answer of the rank; a large object arrives in several.
 
         Returns
         -------
@@ -821,7 +822,7 @@ class Group:
         Raises
         ------
         TransferError
-            If the rank does not answer within `seconds`, or an object cannot be transferred.
+            If the rank does not answer within `seconds`, or a variable is missing or cannot be transferred.
         BadInput
             For a rank outside the group.
         GroupError
@@ -956,7 +957,7 @@ class Group:
         return self.lifecycle.place.notices(self.spec, self.cluster.hosts)
 
     def remarks(self) -> list[str]:
-        """Return lines to show below the table of ranks: network, stopped processes, time left."""
+        """Return lines to show below the table of ranks: network, suspended processes, time left of the Slurm job."""
         hosts, networks = self.cluster.hosts, self._parts.manager.networks()
         ways = [f"{hosts[number].name or 'this machine'} {its}" for number, its in networks.items()]
         between = f"between the hosts: {', '.join(ways)}" if ways else ""

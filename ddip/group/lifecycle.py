@@ -445,7 +445,7 @@ class Lifecycle:
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.note_presses():
                 former = ranks.members, self.request, self.spec
-                going = None if new else self._leave(deadline)
+                lost_objects = None if new else self._leave(deadline)
                 self._request, self.spec = request, spec
                 parts.new_ranks.set_members(members)
                 parts.app.choose(request.app)
@@ -458,8 +458,8 @@ class Lifecycle:
                 except GroupError as error:
                     raise error if new else GroupError(f"forming the group failed: {self._blame(error)}") from None
                 cluster.stop_engines_but([member.engine for member in members])
-                if going is not None:
-                    revival.revive_objects(ranks, manager, going)
+                if lost_objects is not None:
+                    revival.revive_objects(ranks, manager, lost_objects)
                 parts.app.prepare(is_start=new)
         except BaseException:
             if new:
@@ -480,7 +480,7 @@ class Lifecycle:
         with stopping.note_presses():
             try:
                 parts.manager.ensure_connected(self.spec)
-                going = parts.manager.leave(deadline)
+                lost_objects = parts.manager.leave(deadline)
                 parts.manager.join(self.spec, self.options.collect, deadline)
             except PartitionError:
                 parts.manager.ensure_released()
@@ -489,7 +489,7 @@ class Lifecycle:
                 raise GroupError(f"the group could not be rebuilt: {self._blame(error)}") from None
             self._reported = ""
             parts.fitness.unfit.clear()
-            revival.revive_objects(parts.ranks, parts.manager, going)
+            revival.revive_objects(parts.ranks, parts.manager, lost_objects)
 
     def _blame(self, error: GroupError) -> str:
         """Find the ranks that prevent the group from forming, and return a message that names them."""

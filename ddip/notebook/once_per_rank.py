@@ -30,7 +30,7 @@ ONCE = "ran once per rank: {found}; %%dip local runs a cell once, in the noteboo
 
 
 class OncePerRank:
-    """Tells once about shell commands and once about files, in a line below the first cell that has one."""
+    """Tells the user below the first cell with a shell command, and below the first that writes a file."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -243,7 +243,7 @@ class Comms(Protocol):
         """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
 
     def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
-        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago."""
+        """Send the changed outputs of Output widgets to `page`, but not too often."""
 
     def has_layout(self, name: str) -> bool:
         """Return True if the widget has a size, a border or another property of a layout."""

@@ -633,7 +633,7 @@ def _visible_variables() -> Iterator[tuple[str, Any]]:
 
 
 def _running_cell() -> int | None:
-    """Return the number of the running cell; None outside of IPython."""
+    """Return the number of the cell that runs this code; None if no cell does."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     frame: types.FrameType | None = sys._getframe()
     while shell is not None and frame is not None:

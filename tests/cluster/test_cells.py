@@ -269,7 +269,7 @@ def test_an_interrupt_ends_a_sleep_that_begins_with_it(cells: ddip.Group) -> Non
     assert [info.state for info in cells.info()] == ["idle", "idle"]
 
 
-def test_a_stop_that_the_cells_own_handler_takes_is_not_sent_again(cells: ddip.Group) -> None:
+def test_a_stop_that_the_cell_handles_is_not_repeated(cells: ddip.Group) -> None:
     cells.run("""
         import signal, threading, time
         taken = []

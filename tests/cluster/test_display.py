@@ -89,7 +89,7 @@ def test_output_arrives_while_the_cell_runs(notebook: Notebook) -> None:
     assert notebook.finish(running).error == "CellInterrupted"
 
 
-def test_c_code_and_subprocesses_write_too(notebook: Notebook) -> None:
+def test_output_of_c_code_and_subprocesses_is_shown(notebook: Notebook) -> None:
     text = notebook.ok(
         "%%dip\nimport os, subprocess\nos.write(1, b'from C\\n')\nsubprocess.run(['echo', 'from a shell']); None"
     ).stdout

@@ -208,7 +208,7 @@ def test_after_one_rank_trains_alone_fit_makes_ranks_equal(group: ddip.Group) ->
 
 
 @pytest.mark.grid(in_ci=True)
-def test_loaders_of_torch_and_workers_are_divided_too(group: ddip.Group) -> None:
+def test_torch_loaders_and_loaders_with_workers_are_also_divided(group: ddip.Group) -> None:
     group.run("""
         from torch.utils.data import DataLoader as TorchLoader
         train = TorchLoader(Items(40, 1), batch_size=4, shuffle=True)

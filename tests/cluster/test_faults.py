@@ -202,7 +202,7 @@ def test_one_rank_dies_and_the_others_wait(four_ranks: ddip.Group, stage: str) -
 @pytest.mark.grid
 @pytest.mark.timeout(600)  # eight spawned ranks start slowly on a loaded machine
 @pytest.mark.parametrize("size", [2, 8])
-def test_groups_of_other_sizes(size: int) -> None:
+def test_groups_of_other_sizes_recover(size: int) -> None:
     with ddip.Group(size, failure_grace=0.1) as group:
         for stage in ("all_reduce",) if size == 2 else ("all_reduce", "DDP backward"):
             group.run(SET_UP + ALSO.get(stage, ""))

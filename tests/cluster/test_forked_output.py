@@ -70,7 +70,7 @@ def test_output_of_child_processes_keeps_its_place_between_prints(notebook: Note
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="workers are forked by default")
-def test_a_process_that_lacks_a_function_of_a_cell_says_what_to_type(notebook: Notebook) -> None:
+def test_a_process_without_a_cells_function_gives_advice(notebook: Notebook) -> None:
     texts = streams_of(notebook, "def work(): pass\np = multiprocessing.Process(target=work); p.start(); p.join()")
     shown = re.sub(r"\x1b\[[\d;]*m", "", "".join(text for _, text in texts))
     assert f"AttributeError: module '__main__' has no attribute 'work'; {NOT_FORKED}" in shown

@@ -303,7 +303,7 @@ def test_models_trained_one_after_another_need_names(ranks: ddip.Group) -> None:
 
 
 @pytest.mark.grid(in_ci=True)
-def test_on_other_ranks_single_state_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_resized_group_omits_and_names_per_rank_state(tmp_path: Path) -> None:
     with ddip.Group(2, failure_grace=0.1) as group:
         group.run(CODE)
         group.run(

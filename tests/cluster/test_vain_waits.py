@@ -68,7 +68,7 @@ def test_ranks_waiting_for_an_ended_process_are_unblocked_at_once(ranks: ddip.Gr
     ranks.run(SET_UP + PROOF)
 
 
-def test_a_collective_on_one_rank_alone_ends_the_cell_at_once(ranks: ddip.Group) -> None:
+def test_a_collective_on_one_rank_ends_the_cell_at_once(ranks: ddip.Group) -> None:
     line = r"rank 0 was blocked in all_reduce, cell \[\d+\] line 1, until ddip aborted it; "
     with pytest.raises(ddip.CellError, match=f"^{line}rank 1 finished the cell without it$"):
         ranks.run("if rank == 0: dist.all_reduce(x)")
@@ -84,7 +84,7 @@ def test_training_after_an_unblocked_wait_equals_an_undisturbed_run(ranks: ddip.
     ranks.run("optimizer = torch.optim.AdamW(wrapper.parameters(), 0.1)\nassert train() == undisturbed")
 
 
-def test_a_rank_is_awaited_if_a_thread_may_take_its_part(ranks: ddip.Group) -> None:
+def test_a_rank_whose_thread_may_join_is_awaited(ranks: ddip.Group) -> None:
     ranks.run("""
         def reduce_late(): time.sleep(1.5); dist.all_reduce(x)
         thread = threading.Thread(target=reduce_late)
@@ -103,7 +103,7 @@ PARTS_OF_RANK_1 = {
 
 
 @pytest.mark.parametrize("name", few(PARTS_OF_RANK_1, "executor", "task"))
-def test_a_rank_is_awaited_if_code_without_a_frame_may_take_its_part(ranks: ddip.Group, name: str) -> None:
+def test_a_rank_whose_pending_code_may_join_is_awaited(ranks: ddip.Group, name: str) -> None:
     ranks.run(f"""
         import asyncio; from concurrent.futures import ThreadPoolExecutor
         y = torch.ones(3)
@@ -136,13 +136,13 @@ def test_later_operations_are_not_part_of_a_wait(ranks: ddip.Group) -> None:
 
 
 @pytest.mark.grid
-def test_a_receive_lasts_longer_than_the_set_up_of_a_group(ranks: ddip.Group) -> None:
+def test_a_receive_outlasts_the_setup_of_a_group(ranks: ddip.Group) -> None:
     ranks.run("if rank == 0: time.sleep(6); dist.send(x, 1)\nelse: dist.recv(x, 0)")
     ranks.run("if rank == 0: time.sleep(6); dist.recv(x, 1)\nelse: dist.isend(x, 0).wait()")
 
 
 @pytest.mark.grid
-def test_a_rank_is_awaited_if_another_cell_may_take_its_part(ranks: ddip.Group) -> None:
+def test_a_rank_whose_own_cell_may_join_is_awaited(ranks: ddip.Group) -> None:
     waiting = ranks.start("dist.all_reduce(x)", ranks=[0])
     ranks.run("time.sleep(1); dist.all_reduce(x)", ranks=[1])
     assert waiting.wait_for_end(60) and waiting.outcome == "ok"

@@ -193,7 +193,7 @@ def test_signals_reach_a_rank(cells: ddip.Group) -> None:
     assert found_on_ranks(cells, code) == [[10], [10]]
 
 
-def test_every_rank_has_a_log_of_its_own(cells: ddip.Group) -> None:
+def test_every_rank_has_its_own_log(cells: ddip.Group) -> None:
     cells.run("import os; os.write(2, f'from the file descriptor of rank {rank}\\n'.encode())")
     for rank, member in enumerate(cells.members):
         lines = cells.cluster.log_tail(member.engine)

@@ -235,7 +235,7 @@ def test_a_group_of_this_process_runs_on_the_notebook_host(hosts: Network) -> No
         assert {rank.pid for rank in group.info()} <= pids
 
 
-def test_leftovers_are_found(hosts: Network) -> None:
+def test_the_hosts_fixture_finds_leftovers(hosts: Network) -> None:
     before = hosts.contents()
     with process_on(hosts["h3"], "sleep", "1001"):
         run_by_ssh("h3", "touch /dev/shm/left")

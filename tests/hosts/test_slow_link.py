@@ -77,7 +77,7 @@ def test_a_stop_on_a_slow_link_changes_nothing(
     assert "slow link" not in capsys.readouterr().err
 
 
-def test_a_stop_waits_for_what_a_link_still_carries(
+def test_a_stop_waits_for_data_still_on_the_link(
     group: ddip.Group, hosts: Network, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The link becomes slow in the middle of a large part."""

@@ -105,7 +105,7 @@ def test_training_after_a_partition_equals_an_undisturbed_run(
     assert_equal(continue_training(group), expected)
 
 
-def test_training_through_a_cut_of_five_seconds_equals_an_undisturbed_run(
+def test_training_through_a_network_cut_equals_an_undisturbed_run(
     group: ddip.Group, hosts: Network, expected: list[Any]
 ) -> None:
     group.run("make(replicas)\nlosses = train(0, 5)")

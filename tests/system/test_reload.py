@@ -118,7 +118,7 @@ def test_a_second_window_shows_everything(notebook: Lab) -> None:
         window.close()
 
 
-def test_a_page_reopened_in_a_cell_gets_the_rest_from_dipcell(notebook: Lab) -> None:
+def test_a_reopened_page_gets_further_output_from_dipcell(notebook: Lab) -> None:
     for name in ("begun", "go"):  # of other tests
         (notebook.folder / name).unlink(missing_ok=True)
     notebook.begin(NUMBER["live"])
@@ -134,7 +134,7 @@ def test_a_page_reopened_in_a_cell_gets_the_rest_from_dipcell(notebook: Lab) -> 
     wait_for_words(notebook.page, "again", "first of 0", "last of 0", "4/4")
 
 
-def test_a_background_cell_goes_on_below_dipcell_after_a_reload(notebook: Lab) -> None:
+def test_a_background_cell_continues_below_dipcell_after_a_reload(notebook: Lab) -> None:
     (notebook.folder / "end").unlink(missing_ok=True)
     notebook.run(NUMBER["background"])
     wait_for_words(notebook.page, "background", "begins on 0")

@@ -13,7 +13,7 @@ from ddip.cluster.ipyparallel import channels
 REPORT: Any = {"released": False, "state": "ours"}
 
 
-def test_an_ended_engine_differs_from_an_error_named_alike() -> None:
+def test_an_ended_engine_differs_from_an_error_of_that_name() -> None:
     assert channels._read_result_safely(RemoteError("EngineError", "", "", {})).ended
     reply = channels._read_result_safely(RemoteError("EngineError", "mine", "where", {"engine_id": 1}))
     assert not reply.ended

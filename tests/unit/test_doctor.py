@@ -130,7 +130,7 @@ def test_a_platform_that_is_too_small_is_a_warning(environment: dict[str, str], 
     assert check.status == "warning" and advice in check.advice
 
 
-def test_a_plain_machine_is_not_a_platform_and_several_may_apply(tmp_path: Path) -> None:
+def test_a_machine_can_be_no_platform_or_several(tmp_path: Path) -> None:
     assert list(platforms.find_platforms({}, tmp_path, 8)) == []
     both = platforms.find_platforms({**HUB, **SLURM}, tmp_path, 8)
     assert [platform.name for platform in both] == ["JupyterHub", "Slurm job 7"]

@@ -40,7 +40,7 @@ def test_equal_errors_are_shown_once_with_their_ranks() -> None:
     assert error._render_traceback_() == ["[rank 0]", "other", "[ranks 1, 2]", "trace", f"CellError: {error}"]
 
 
-def test_ranks_that_ended_alike_are_shown_once_with_their_pids() -> None:
+def test_ranks_that_ended_the_same_way_share_one_line() -> None:
     ended = {rank: RankError("RankEnded", f"pid {rank} ended (exit code 3)", "", pid=rank) for rank in (4, 5)}
     error = CellError(ended | {6: RankError("RankEnded", "pid 6 ended (SIGKILL)", "", pid=6)})
     traceback_lines = "ranks 4, 5: RankEnded: pids 4, 5 ended (exit code 3); rank 6: RankEnded: pid 6 ended (SIGKILL); "

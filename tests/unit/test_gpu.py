@@ -112,7 +112,7 @@ def test_a_rank_without_a_running_collective_is_not_interrupted(
     assert log == ["abort", "aborted", "cut"]
 
 
-def test_a_collective_that_begins_beside_the_abort_is_noticed(
+def test_a_collective_that_begins_during_the_abort_is_noticed(
     log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SimulatedGpu(False)

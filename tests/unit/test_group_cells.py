@@ -219,7 +219,7 @@ def test_a_dead_rank_shows_its_log_and_can_be_repaired(new_group: NewGroup) -> N
     assert group.pull(["kept"], 1) == {"kept": 1}
 
 
-def test_when_all_ranks_die_no_variables_are_said_to_remain(new_group: NewGroup) -> None:
+def test_if_all_ranks_die_the_error_promises_no_variables(new_group: NewGroup) -> None:
     group = new_group(3)
     left = f"; {re.escape(NONE_LEFT)}$"
     with pytest.raises(CellError, match=left):

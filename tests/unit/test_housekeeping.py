@@ -20,7 +20,7 @@ def test_an_allocator_chosen_by_the_user_stays(monkeypatch: pytest.MonkeyPatch, 
     assert not freed._keeps_memory
 
 
-def test_threads_that_ddip_has_set_are_not_changed_by_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddips_thread_count_is_not_a_setting_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_settings, "_start", {})
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "2")

@@ -71,7 +71,7 @@ def test_a_busy_rank_says_when_it_will_have_the_name(new_group: NewGroup) -> Non
         ({}, "still pickles a"),
     ],
 )
-def test_a_late_rank_says_its_place_and_drops_the_request(
+def test_a_late_rank_reports_its_place_and_drops_the_request(
     new_group: NewGroup, place: dict[str, Any], text: str
 ) -> None:
     group = new_group(2)

@@ -147,7 +147,7 @@ def test_a_count_that_differs_from_the_gpus_is_refused() -> None:
     assert resolve_request(Request(n=2, gpus=(0, 1)), 4).size == 2
 
 
-def test_python_callers_are_checked_too() -> None:
+def test_calls_from_python_are_also_checked() -> None:
     with pytest.raises(BadInput, match="^-g 5: .*GPU 5"):
         resolve_request(Request(gpus=(5,)), 2)
     for n in (-1, 0):

@@ -185,7 +185,7 @@ class _DyingHost(_OtherHost):
         return answer
 
 
-def test_a_host_lost_during_a_look_for_partitions_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_lost_during_a_partition_search_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = [LocalHost(Path()), _DyingHost(Path())]
     monkeypatch.setattr(network, "of_hosts", lambda hosts: [Network("127.0.0.1", "lo")] * len(hosts))
     factory = RendezvousFactory(cast(Any, SimpleNamespace(cluster=SimpleNamespace(hosts=hosts))))

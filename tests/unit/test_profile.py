@@ -341,7 +341,7 @@ def test_only_ranks_can_be_profiled() -> None:
             check_profile(typed, where, ("remote", "local"))
 
 
-def test_a_trace_that_a_full_disk_cut_off_is_an_error(tmp_path: Path) -> None:
+def test_a_trace_cut_off_by_a_full_disk_raises(tmp_path: Path) -> None:
     for text in (b"", b'{"traceEvents": [{"name": "a"}'):
         (tmp_path / "part").write_bytes(text)
         part = (tmp_path / "part").open("rb")
@@ -349,7 +349,7 @@ def test_a_trace_that_a_full_disk_cut_off_is_an_error(tmp_path: Path) -> None:
             trace_file.write_trace([part], to)
 
 
-def test_a_recording_on_a_full_disk_is_dropped_without_an_error() -> None:
+def test_a_recording_on_a_full_disk_is_dropped_silently() -> None:
     recording = _Recording.__new__(_Recording)
     recording._profiler, recording._parts, recording.trace = None, [], Path("/dev/full").open("wb")  # noqa: SIM115
     recording.trace.write(b"x")

@@ -61,7 +61,7 @@ sys.stdin.read()
 """
 
 
-def test_an_agent_that_sends_no_beats_is_named_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_heartbeats_is_named_and_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     host = RemoteHost("h1", [sys.executable, "-c", AGENT], "")
     try:
         host.wait(SECONDS)

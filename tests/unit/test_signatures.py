@@ -30,7 +30,7 @@ def test_ranks_that_are_out_of_step_are_not_compared() -> None:
     assert find_different({0: {ALL: group_use(7)}, 1: {ALL: group_use(8, digest=5)}}, 2) == {}
 
 
-def test_a_subgroup_is_compared_among_its_ranks_once_all_are_known() -> None:
+def test_a_subgroup_is_compared_once_its_ranks_are_known() -> None:
     begun = {0: {PAIR: group_use(1, [0, 2])}, 1: {}}
     assert find_different(begun, 3) == {}
     assert find_different({**begun, 2: {PAIR: group_use(1, [0, 2], digest=5)}}, 3) == {PAIR: [0, 2]}

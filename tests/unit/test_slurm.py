@@ -135,7 +135,7 @@ def test_an_sbatch_that_does_not_answer_is_an_error(tmp_path: Path, monkeypatch:
     assert answer == {"error": "sbatch did not answer within 0.1 s", "may_exist": True}
 
 
-def test_another_job_near_its_end_gets_a_warning_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_near_its_end_gets_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(time_left, "notify", warnings.append)
     monkeypatch.setattr(time_left.slurm, "seconds_left", lambda job: 60.0)

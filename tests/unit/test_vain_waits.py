@@ -28,11 +28,11 @@ from .test_steps import ALL, PAIR, group_use
         ({ALL: group_use(messages={"to 0": 1})}, {ALL: group_use(messages={"from any": 1})}, False),
     ],
 )
-def test_rank_1_waits_in_vain_for_rank_0_on_which_the_cell_has_ended(begun: Begun, ended: Begun, is_vain: bool) -> None:
+def test_a_wait_is_vain_if_the_other_rank_finished(begun: Begun, ended: Begun, is_vain: bool) -> None:
     assert vain_waits.find_missing(1, begun, {0: ended}, 3) == ({0} if is_vain else set())
 
 
-def test_only_ranks_of_the_group_that_lack_the_collective_are_missing() -> None:
+def test_only_group_members_without_the_collective_are_missing() -> None:
     ended = {0: {ALL: group_use(8)}, 2: {ALL: group_use(7), PAIR: group_use(0, [1, 2])}}
     assert vain_waits.find_missing(1, {ALL: group_use(8)}, ended, 3) == {2}
     assert vain_waits.find_missing(1, {ALL: group_use(7), PAIR: group_use(1, [1, 2])}, ended, 3) == {2}
@@ -45,7 +45,7 @@ def test_operations_of_earlier_cells_are_not_waited_for() -> None:
     assert vain_waits.find_missing(1, {ALL: group_use(8, messages={"to 0": 2})}, {0: {ALL: group_use(8)}}, 3, former)
 
 
-def test_an_ended_process_must_be_in_every_group_used_in_the_cell() -> None:
+def test_an_ended_process_must_be_in_every_used_group() -> None:
     former, begun = {ALL: group_use(3), PAIR: group_use(1, [1, 2])}, {ALL: group_use(4), PAIR: group_use(1, [1, 2])}
     assert vain_waits.uses_groups_of([0], begun, former, 3)
     assert not vain_waits.uses_groups_of([0], {**begun, PAIR: group_use(2, [1, 2])}, former, 3)

@@ -547,7 +547,7 @@ def test_a_line_number_replaces_the_end_of_earlier_text() -> None:
     assert "898 lines left out" in plain_of(shown.items)
 
 
-def test_clear_waits_for_the_next_output() -> None:
+def test_a_pending_clear_waits_for_the_next_output() -> None:
     shown = RankTranscript(LIMIT)
     shown.display({"text/plain": "a"})
     shown.clear(wait=True)

@@ -160,7 +160,7 @@ def test_several_stragglers_and_several_others_are_named_together() -> None:
     )
 
 
-def test_no_rank_waits_more_than_all_of_its_time_or_less_than_none() -> None:
+def test_extreme_waiting_shares_are_stated_exactly() -> None:
     text = table_text([busy_rank(0, 1.0), busy_rank(1, 0.0), busy_rank(2, 1.0), busy_rank(3, 0.0)])
     assert text.endswith("ranks 1, 3 are the stragglers: they wait 0 % of the time in collectives, the others 100 %")
 

@@ -39,7 +39,7 @@ class Child:
         self._cancel, self._kill, self._mark = cancel, kill, mark
 
     def mark_log(self) -> None:
-        """Leave everything logged until now out of `log`; only an agent understands this."""
+        """Leave everything logged until now out of `log`; only agents support this."""
         self._mark(self.number)
 
     def end(self) -> Future[None]:

@@ -166,9 +166,10 @@ class Comms:
         self._changed[name] = None
 
     def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
-        """Send the changed outputs of Output widgets to `page`, unless the last time was too short ago.
+        """Send the changed outputs of Output widgets to `page`, but not too often.
 
-        `at_once`: send them in any case. The more was sent last time, the longer the pause.
+        If the pause since the last call that sent some is too short, a later call sends them; the more was sent, the
+        longer the pause. `at_once`: send them now in any case.
         """
         if not self._changed or (time.monotonic() < self._next_send and not at_once):
             return

@@ -157,10 +157,10 @@ class Differences:
         calls = dict.fromkeys(range(len(self._ranks.members)), call)
         return self._ranks.ask_soon(calls, release=self._manager.release)
 
-    def _snapshots(self, failed: Sequence[str]) -> list[str]:
-        """Drop snapshots since the cells `failed` began; return the cells after which all ranks have one.
+    def _common_snapshots(self, failed: Sequence[str]) -> list[str]:
+        """Return the names of the cells after which every rank has taken a snapshot, the latest first.
 
-        The latest is first. Ranks without any snapshot are new, and do not count.
+        First drops the snapshots taken since one of the cells `failed` began. New ranks, which have none, do not count.
         """
         recorded = [self._ask_all(on_rank.list_snapshots(cell)) for cell in failed or [""]][-1]
         first, *others = [cells for cells in recorded if cells] or [[]]
@@ -169,7 +169,7 @@ class Differences:
     def _compare(self, failed: Sequence[str]) -> Findings:
         """Compare the ranks: after the cells named in `failed`, or as they are now if it is empty."""
         after_fault = bool(failed)
-        cells = self._snapshots(failed)
+        cells = self._common_snapshots(failed)
         reports = self._ask_all(on_rank.hash_variables(cells, after_fault))
         broken, others, first = broken_paths(reports)
         self._reported.intersection_update([*broken, *others])
@@ -253,7 +253,7 @@ class Differences:
             paths = self._reported.union(found.hashes)
             if not paths:
                 return [], {}
-        call = on_rank.sync_state(list(names), sorted(paths), source, self._snapshots([]))
+        call = on_rank.sync_state(list(names), sorted(paths), source, self._common_snapshots([]))
         answers = self._ranks.ask(everyone, call, release=self._manager.release)
         copied, refused = answers[source]["copied"], answers[source]["refused"]
         if refused and not copied and set(refused) <= set(names):

@@ -634,7 +634,7 @@ class RunningCell:
         return False
 
     def _perform(self, action: Action) -> Event | None:
-        """Carry out `action`; return the answer if it is a question with one."""
+        """Carry out `action`; if it is a question, return the answer as an event."""
         running = self._state.running
         match action:
             case ShowEnded(rank, failed):

@@ -151,7 +151,7 @@ def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, s
 def _nccl_variables(shared: bool) -> dict[str, str]:
     """Return the NCCL options that ddip sets unless the user has; `shared`: ranks share a GPU.
 
-    ddip itself unblocks a waiting rank, so torch's watchdog must not end its process meanwhile.
+    ddip itself unblocks a waiting rank, so torch's watchdog must not end its process before that.
     """
     variables = dict(WATCHDOG)
     if shared:  # as the NCCL documentation requires

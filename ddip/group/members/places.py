@@ -36,7 +36,7 @@ class Allocation:
         self._time_left.follow(self._jobs)
 
     def text(self) -> str:
-        """Return how much time its job has left, in words; empty if there is no limit."""
+        """Return the time left of the Slurm job as text for the user; empty if there is no limit."""
         return self._time_left.text()
 
     def notices(self, spec: GroupSpec, hosts: Sequence[Host]) -> list[str]:

@@ -86,7 +86,7 @@ class StopProgress:
         self._moved: set[int] = set()
 
     def find_moving(self, running: Sequence[int]) -> list[int]:
-        """Ask the `running` ranks, and return those that have not stood still twice in a row.
+        """Return the `running` ranks that have made progress since the call before the last one.
 
         Call it repeatedly: each call compares with the one before. Returns none after ENDING_SECONDS.
         """

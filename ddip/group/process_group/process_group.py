@@ -239,12 +239,12 @@ class ProcessGroupManager:
         if not self.healthy:
             self.release()
         self.healthy = False
-        going = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave_group()), deadline)
+        all_counts = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave_group()), deadline)
         return {
-            "wrappers": max((counts["wrappers"] for counts in going), default=0),
-            "meshes": max((counts["meshes"] for counts in going), default=0),
-            "subgroups": max((counts["subgroups"] for counts in going), default=0),
-            "rpc": any(counts["rpc"] for counts in going),
+            "wrappers": max((counts["wrappers"] for counts in all_counts), default=0),
+            "meshes": max((counts["meshes"] for counts in all_counts), default=0),
+            "subgroups": max((counts["subgroups"] for counts in all_counts), default=0),
+            "rpc": any(counts["rpc"] for counts in all_counts),
         }
 
     def close(self) -> None:

@@ -25,23 +25,25 @@ RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
-def revive_objects(ranks: Ranks, manager: ProcessGroupManager, going: LostObjects) -> None:
+def revive_objects(ranks: Ranks, manager: ProcessGroupManager, lost_objects: LostObjects) -> None:
     """Revive the DDP wrappers of the former group, and print which other objects must be recreated.
 
-    `going`: the objects that ended with the former group. Raises RequestFailed or RequestInterrupted; the group must
-    then be rebuilt.
+    `lost_objects`: the objects that ended with the former group. Raises RequestFailed or RequestInterrupted; the group
+    must then be rebuilt.
     """
     revived = 0
-    if going["wrappers"]:
+    if lost_objects["wrappers"]:
         try:
             answers = ranks.ask(range(len(ranks.members)), on_rank.revive_wrappers(), release=manager.release)
         except (RequestFailed, RequestInterrupted):
             manager.healthy = False
             raise
         revived = answers[0]
-    text = _revival_text(revived, going["wrappers"] - revived, going)
+    text = _revival_text(revived, lost_objects["wrappers"] - revived, lost_objects)
     if text:
-        is_complete = revived == going["wrappers"] and not (going["meshes"] or going["subgroups"] or going["rpc"])
+        is_complete = revived == lost_objects["wrappers"] and not (
+            lost_objects["meshes"] or lost_objects["subgroups"] or lost_objects["rpc"]
+        )
         if is_complete:
             inform(AGAIN + text)
         else:
@@ -128,7 +130,7 @@ def _join_texts(texts: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _revival_text(revived: int, lost: int, going: LostObjects) -> str:
+def _revival_text(revived: int, lost_wrappers: int, lost_objects: LostObjects) -> str:
     """Describe revived wrappers, and objects that must be recreated, for a message.
 
     >>> nothing = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
@@ -146,13 +148,17 @@ must be recreated"
     if revived:
         parts.append(f"{'the DDP wrapper was' if revived == 1 else f'{revived} DDP wrappers were'} rebuilt, {KEPT}")
     wrapper = "other wrapper" if revived else "wrapper"
-    others = [name for name, count in (("device meshes", going["meshes"]), ("subgroups", going["subgroups"])) if count]
-    if lost == 1 and not others:
+    others = [
+        name
+        for name, count in (("device meshes", lost_objects["meshes"]), ("subgroups", lost_objects["subgroups"]))
+        if count
+    ]
+    if lost_wrappers == 1 and not others:
         parts.append(f"the {wrapper} (DDP, FSDP) that was made before must be recreated")
-    elif lost or others:
-        *first, last = [*([f"{wrapper}s (DDP, FSDP)"] if lost else []), *others]
+    elif lost_wrappers or others:
+        *first, last = [*([f"{wrapper}s (DDP, FSDP)"] if lost_wrappers else []), *others]
         what = f"{', '.join(first)} and {last}" if first else last
         parts.append(f"{what} that were made before must be recreated")
-    if going["rpc"]:
+    if lost_objects["rpc"]:
         parts.append(RPC_IS_LEFT)
     return "; ".join(parts)

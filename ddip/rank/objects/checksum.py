@@ -54,7 +54,7 @@ class Checksum:
 
     @property
     def parts(self) -> Iterator[None]:
-        """The steps of the computation; `total` is complete after the last one."""
+        """Compute the checksum, one step per iteration; `total` is complete after the last one."""
         for tensor in () if self.is_freed else self._memory:
             yield from self._add_tensor(*_as_integers(tensor))
 
@@ -121,7 +121,7 @@ class BytesSum:
 
     @property
     def parts(self) -> Iterator[None]:
-        """The steps of the computation; `total` is complete after the last one."""
+        """Compute the checksum, one step per iteration; `total` is complete after the last one."""
         flat = self._array.reshape(-1) if self._array.flags.c_contiguous else self._array.flat
         step = max(1, PART_BYTES // max(1, self._array.itemsize))
         for begin in range(0, self._array.size, step):
@@ -141,7 +141,10 @@ class ItemsSum:
 
     @property
     def parts(self) -> Iterator[None]:
-        """The steps of the computation; `total` is set after the last one."""
+        """Compute the checksum, one step per iteration; `total` is set after the last one.
+
+        It stays None if an item is not plain.
+        """
         total = 0
         for begin in range(0, len(self._items), PART_ITEMS):
             part = self._items[begin : begin + PART_ITEMS]

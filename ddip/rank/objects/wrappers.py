@@ -91,7 +91,7 @@ def watch_creation() -> None:
 
 
 def _number_wrapper(module: torch.nn.Module, name: str, part: Any) -> None:
-    """Number `module` if it is a DDP wrapper that is being created.
+    """Number and watch `module` if it is a DDP wrapper that is being created.
 
     torch calls this when `module` registers a submodule `part`. DDP's constructor registers the model after it has set
     its group.

@@ -185,7 +185,7 @@ class _Rendezvous:
             self._meet("open")
 
     def _meet(self, step: str) -> None:
-        """Wait until all ranks have reached `step`; a rank that is not in the list does not wait."""
+        """Announce that this rank has reached `step`, and wait for all listed ranks; others do not wait."""
         self._store.set(f"{step}/{self._rank}", "")
         keys = [f"{step}/{rank}" for rank in self._ranks if rank != self._rank]
         if self._rank in self._ranks and keys:

@@ -134,7 +134,7 @@ class _Recording:
         self._parts.append(trace_file.export_part(profiler, self._folder))
 
     def _check_limits(self) -> None:
-        """Drain a full flight recorder, and request the end of a part that has grown too long.
+        """Drain a full flight recorder, and request the end of a part that uses too much memory.
 
         Runs on the sampler's thread.
         """

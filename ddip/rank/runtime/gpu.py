@@ -105,7 +105,7 @@ class Gpu:
             self.last = code, line
 
     def begun(self) -> int:
-        """Return a counter of the collectives, sends and receives that this rank has begun."""
+        """Return a counter of the collectives, sends and receives begun on the GPU; 0 while no GPU is used."""
         return self._begun_in_python + c10d.begun_on_devices() if self._is_used else 0
 
     def is_under_way(self) -> bool:

@@ -86,7 +86,7 @@ def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...])
     """Determine the reduction of a loss by trial, with a few of the predictions `pred` and targets `yb`.
 
     The value and gradient of the loss are compared with those of the same items repeated. The state of the loss
-    function and of the random generators is restored. Never raises: a loss that does is "neither".
+    function and of the random generators is restored. Never raises; for a loss that raises, returns "neither".
     """
     state, randoms = SavedState(loss_func), randomness.State.now()
     try:
