@@ -1,5 +1,5 @@
 # make demo           create the environment, and train a network on four ranks
-# make test           create the environment, and run all tests
+# make test           create the environment, and run the default tests: tests/unit and tests/cluster without grids
 # make test-ten       run all tests ten times, with one core busy
 # make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
 #                     and all grids; ARGS=--quarter for a quarter of the grids, as in CI

@@ -639,7 +639,7 @@ class Group:
             return range(self.world_size)
         checked = placement.check_ranks(ranks, self.world_size, "ranks")
         if not checked:
-            raise BadInput("ranks=[]: give at least one rank; without ranks= it is all of them")
+            raise BadInput("ranks=[]: pass at least one rank; without ranks=, all ranks run the cell")
         return checked
 
     def _admit(

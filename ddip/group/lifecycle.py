@@ -117,7 +117,7 @@ ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
 
 FORMED_AGAIN = "the group must first be rebuilt, which needs all ranks free"
 APART = (
-    "{partition}\ncells without collectives run on, and all variables stay; once the hosts reach each other, the "
+    "{partition}\ncells without collectives still run, and all variables stay; once the hosts reach each other, the "
     "group is rebuilt before the next cell"
 )
 SAME = Request()

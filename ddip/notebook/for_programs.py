@@ -148,7 +148,7 @@ def output(
     if lacking:
         raise BadInput(f"ranks={list(ranks or ())}: {cell.text} ran only on ranks {', '.join(map(str, cell.ranks))}")
     if characters < 1:
-        raise BadInput(f"characters={characters}: give 1 or more")
+        raise BadInput(f"characters={characters}: pass 1 or more")
     return data_of(cell, most=characters, only=ranks)
 
 

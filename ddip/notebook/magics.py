@@ -398,7 +398,7 @@ class DipMagics(Traits):
         if args.switch == "on":
             self.require_group("%autodip on")
             if self._parse_dip(args.args or "").where == "local":
-                raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells are local then")
+                raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells then run in the notebook")
             self.autodipper.on(args.args or "")
         elif args.args is not None:
             raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')

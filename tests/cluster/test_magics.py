@@ -79,7 +79,7 @@ BAD_INPUT = [
     ("%%dip local -r 0\n1", r"^%%dip local -r: -r is for cells on ranks; type %%dip local, or %%dip -r$"),
     ("%%dip -r 0 -r 1\n1", r"^%%dip -r 0 -r 1: type -r only once, with all its values after it$"),
     ('%autodip on -a "-S 9"', r"^-S 9: there is no rank 9; this group has ranks 0 to 2$"),
-    ('%autodip on -a "local"', r"^%autodip on -a \"local\": type %autodip off; cells are local then$"),
+    ('%autodip on -a "local"', r"^%autodip on -a \"local\": type %autodip off; cells then run in the notebook$"),
     ("%makedip -a ''", r"^%makedip -a '': type a value after -a: Framework to prepare on every rank, such as fastai.$"),
     (
         "%makedip --cd /tmp",

@@ -119,7 +119,9 @@ def parse_options(typed: str) -> dict[str, str]:
     try:
         words = shlex.split(typed)
     except ValueError:
-        raise BadInput(f"--slurm {typed!r}: a quote is not closed") from None
+        raise BadInput(
+            f"--slurm {typed!r}: a quote is not closed; type it on both sides of the text, or leave it out"
+        ) from None
     found = {}
     for word in words:
         name, _, value = word.removeprefix("--").partition("=")
@@ -309,6 +311,6 @@ def _slurm_output(*command: str, seconds: float = ASK_SECONDS) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmUnavailable(f"Slurm has not answered {command[0]} for {seconds:g} s") from None
     if done.returncode and "Invalid job id" not in done.stderr:
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        why = (done.stderr.strip().splitlines() or ["no error text"])[-1]
         raise SlurmUnavailable(f"Slurm has not answered {command[0]} ({why})")
     return done.stdout.strip()

@@ -80,7 +80,7 @@ def _read_answer(keeper: subprocess.Popen[bytes], launcher: str) -> dict[str, st
     assert keeper.stdout is not None
     if not select.select([keeper.stdout], [], [], LOOK_SECONDS)[0]:
         return {}
-    answer: dict[str, str] = json.loads(keeper.stdout.readline() or b'{"error": "nothing was said"}')
+    answer: dict[str, str] = json.loads(keeper.stdout.readline() or b'{"error": "it gave no reason"}')
     if "error" in answer:
         raise GroupError(f"--engines {launcher}: the engines did not start: {answer['error']}")
     return answer

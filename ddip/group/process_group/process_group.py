@@ -41,7 +41,7 @@ the ranks have begun different numbers of collectives in {uneven}{where}
 pending collectives are dropped, and the group is rebuilt before the next cell; if intended, %%dip --unmatched keeps \
 the group"""
 WRONG_RESULTS = """\
-their results are wrong: correct the cell, and run it again from values that are right; the group is rebuilt before \
+their results are wrong: correct the cell, and run it again from correct values; the group is rebuilt before \
 the next cell; if intended, %%dip --unmatched keeps the group"""
 SET_UP_SHARE = 0.15
 """Share of the time for forming the group that gloo gets to connect the ranks."""
