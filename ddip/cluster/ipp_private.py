@@ -96,7 +96,7 @@ class RankClient(Client):  # type: ignore[misc]
             return
         if kind == "status" and number in self.cells:
             if message["content"]["execution_state"] == "idle":
-                self._hear_end(number)
+                self._note_last_message(number)
         elif number in self.listeners and kind != "status":
             self.listeners[number](message)
         elif kind.startswith("comm_") and getattr(get_ipython(), "kernel", None) is None:
@@ -144,9 +144,9 @@ class RankClient(Client):  # type: ignore[misc]
         if request is not None and not request.done():
             request.set_result(cell_reply(content))
             if content.get("silent") or request.output.done():
-                self._hear_end(number)
+                self._note_last_message(number)
 
-    def _hear_end(self, number: str) -> None:
+    def _note_last_message(self, number: str) -> None:
         """Note that the last message of a cell has arrived; its reply may have arrived before or may follow."""
         _, request = self.cells[number]
         if not request.output.done():

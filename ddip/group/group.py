@@ -650,7 +650,7 @@ class Group:
         timeout: float | None,
         until_it_ends: contextlib.ExitStack,
     ) -> RunningCell:
-        cell = Cell(self._parts.cells.number(), tuple(where), code, show, told=True)
+        cell = Cell(self._parts.cells.number(), tuple(where), code, show, is_outcome_known=True)
         limits = Limits(self.options.failure_grace, self.options.stall_timeout, timeout, self.ranks.can_unblock)
         return self._parts.cells.admit(cell, limits, until_it_ends)
 
@@ -957,7 +957,10 @@ class Group:
         return self.lifecycle.place.notices(self.spec, self.cluster.hosts)
 
     def remarks(self) -> list[str]:
-        """Return lines to show below the table of ranks: network, suspended processes, time left of the Slurm job."""
+        """Return lines to show below the table of ranks.
+
+        They describe the network between hosts, suspended processes, and the time left of the Slurm job.
+        """
         hosts, networks = self.cluster.hosts, self._parts.manager.networks()
         ways = [f"{hosts[number].name or 'this machine'} {its}" for number, its in networks.items()]
         between = f"between the hosts: {', '.join(ways)}" if ways else ""

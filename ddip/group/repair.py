@@ -160,12 +160,12 @@ class _Repair:
 
     def _replace_nodes(self, lost: Sequence[bool]) -> None:
         """Connect to lost Slurm nodes again, and replace those that stay unreachable."""
-        gone = [number for number, is_lost in enumerate(lost) if is_lost and not self._is_up_again(number)]
-        if not gone:
+        lost_nodes = [number for number, is_lost in enumerate(lost) if is_lost and not self._is_up_again(number)]
+        if not lost_nodes:
             return
         try:
-            job, names = self._lifecycle.place.request_nodes(gone, self._progress)
-            for number, name in zip(gone, names, strict=True):
+            job, names = self._lifecycle.place.request_nodes(lost_nodes, self._progress)
+            for number, name in zip(lost_nodes, names, strict=True):
                 self._lifecycle.replace_host(number, name, self._lifecycle.request.reach.moved(number, job))
         finally:
             self._lifecycle.place.move(self._lifecycle.request)
@@ -193,15 +193,15 @@ class _Repair:
         self._ensure_connected()
         began = time.monotonic()
         self._ranks.carry_on()
-        gone = self._lost() or self._find_lost()
+        lost = self._lost() or self._find_lost()
         fetched: Fetched | None = None
         if names:
-            fetched = self._pack_for_repair(names, 0 if source is None else source, gone)
+            fetched = self._pack_for_repair(names, 0 if source is None else source, lost)
         replaced: list[int] = []
-        while gone:
-            self._replace(gone)
-            replaced = sorted({*replaced, *gone})
-            gone = [rank for rank in self._find_lost() if rank not in replaced]
+        while lost:
+            self._replace(lost)
+            replaced = sorted({*replaced, *lost})
+            lost = [rank for rank in self._find_lost() if rank not in replaced]
         if not replaced:
             return []
         self._app.drop_if_unfit(replaced)
@@ -252,25 +252,25 @@ class _Repair:
             return self._lost() or self._fitness.blame_with_helpers(spec, collect, self._app.name, deadline)
         return self._fitness.find_cell_failures(self._options.timeout)
 
-    def _replace(self, gone: Sequence[int]) -> None:
-        """Start new processes in place of the ranks `gone`; the process group must be rebuilt afterwards."""
+    def _replace(self, lost: Sequence[int]) -> None:
+        """Start new processes in place of the ranks `lost`; the process group must be rebuilt afterwards."""
         try:
-            self._progress(f"ddip: starting {ranks_text(gone)}", 0.0)
+            self._progress(f"ddip: starting {ranks_text(lost)}", 0.0)
             deadline = time.monotonic() + self._options.timeout
-            members = self._engines.replace(gone, self._lifecycle.spec, self._app.name, deadline)
+            members = self._engines.replace(lost, self._lifecycle.spec, self._app.name, deadline)
         except BaseException as error:
             with stopping.note_presses():
                 self._cluster.stop_engines_but([member.engine for member in self._ranks.members])
             if isinstance(error, KeyboardInterrupt):
-                raise RequestInterrupted(f"the repair was interrupted; {ranks_text(gone)} not replaced") from None
+                raise RequestInterrupted(f"the repair was interrupted; {ranks_text(lost)} not replaced") from None
             raise
         with stopping.note_presses():
             self._manager.release()
             self._cluster.stop_engines_but([member.engine for member in members])
             self._new_ranks.set_members(members)
-            self._cells.forget(gone)
-            self._fitness.unfit.difference_update(gone)
-            self._app.mark_replaced(gone)
+            self._cells.forget(lost)
+            self._fitness.unfit.difference_update(lost)
+            self._app.mark_replaced(lost)
 
     def _unpack(self, fetched: Fetched, ranks: Sequence[int]) -> None:
         try:
@@ -279,12 +279,12 @@ class _Repair:
             raise TransferError(f"ddip replaced {ranks_text(ranks)}, but {error}") from None
         transfer.notify_shares(fetched.reply["shares"], "copied")
 
-    def _pack_for_repair(self, names: Sequence[str], source: int, gone: Sequence[int]) -> Fetched:
+    def _pack_for_repair(self, names: Sequence[str], source: int, lost: Sequence[int]) -> Fetched:
         what = f"--from {source} {' '.join(names)}"
-        if not gone:
+        if not lost:
             raise BadInput(f"{what}: all ranks are running, so nothing was copied; %dipull and %dipush copy variables")
-        if source in gone:
-            here = [rank for rank in range(self._lifecycle.size) if rank not in gone]
+        if source in lost:
+            here = [rank for rank in range(self._lifecycle.size) if rank not in lost]
             if not here:
                 raise BadInput(f"{what}: all ranks are lost, with their variables; type %makedip --repair alone")
             others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"

@@ -244,7 +244,7 @@ class CellMagics(Magics):
 
     def _unreported_cells(self) -> list[Cell]:
         """Return the background cells that no one has waited for to the end."""
-        return [cell for cell in self._main.history.background if not cell.told]
+        return [cell for cell in self._main.history.background if not cell.is_outcome_known]
 
     def _wait_for(self, cell: Cell, seconds: float | None) -> bool:
         """Wait for the cell, and return True if it succeeded; raises GroupError after `seconds`."""

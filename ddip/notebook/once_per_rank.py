@@ -33,16 +33,16 @@ class OncePerRank:
     """Tells the user below the first cell with a shell command, and below the first that writes a file."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """The kinds that the user has been told about: ``shell``, ``file``."""
 
     def after_cell(self, cell: str) -> None:
         """Tell the user about the effects of `cell`, which has run on several ranks, unless told before."""
-        if len(self._told) == 2 or not POSSIBLE.search(cell):
+        if len(self._reported) == 2 or not POSSIBLE.search(cell):
             return
-        found = {text: kind for kind, text in find_effects(cell) if kind not in self._told}
+        found = {text: kind for kind, text in find_effects(cell) if kind not in self._reported}
         if found:
-            self._told.update(found.values())
+            self._reported.update(found.values())
             inform(ONCE.format(found=", ".join(found)))
 
 

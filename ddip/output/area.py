@@ -27,7 +27,10 @@ _prompt_sessions: set[str] = set()
 
 
 def watch_front_end(kernel: Any) -> None:
-    """Record which front ends of `kernel` have a prompt, until `forget_front_end`; do nothing without a kernel."""
+    """Record which front ends of `kernel` have a prompt, until `forget_front_end`.
+
+    Does nothing without a kernel.
+    """
     if kernel is None:
         return
     original = kernel.do_is_complete

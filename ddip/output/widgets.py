@@ -82,7 +82,7 @@ class ShownBar:
     display_id: str
     data: Bundle
     metadata: Bundle
-    gone: bool = False
+    is_closed: bool = False
     """True if the rank has closed it, as tqdm does with ``leave=False``."""
 
 
@@ -119,7 +119,7 @@ class WidgetBars:
         """Record that the rank has closed a widget."""
         with self._lock:
             if model in self._shown:
-                self._shown[model].gone = True
+                self._shown[model].is_closed = True
                 self._moved[model] = None
 
     def display(self, cell: Any, rank: int, data: Bundle, metadata: Bundle) -> str | None:
@@ -143,7 +143,7 @@ class WidgetBars:
             moved, self._moved = list(self._moved), {}
             changed = [self._shown[model] for model in moved if self._update_text(model)]
             for model in moved:
-                if self._shown[model].gone:
+                if self._shown[model].is_closed:
                     self._forget_bar(model)
             while len(self._shown) > KEPT_BARS:
                 self._forget_bar(next(iter(self._shown)))
@@ -156,7 +156,7 @@ class WidgetBars:
         shown, text = self._shown[model], self._widget_text(model)
         self._shown.move_to_end(model)
         data = shown.data if text is None else {**shown.data, "text/plain": text}
-        if shown.gone:  # JupyterLab would show an error for a closed widget
+        if shown.is_closed:  # JupyterLab would show an error for a closed widget
             data = {"text/plain": ""}
         before, shown.data = shown.data, data
         return data != before

@@ -147,7 +147,7 @@ class CopyStore:
         """Serial, rank and group size of each complete copy."""
         return [(copy.serial or 0, copy.rank, copy.size) for copy in self.copies]
 
-    def pair_beside(self, needed: int | None) -> Pair:
+    def pair_to_overwrite(self, needed: int | None) -> Pair:
         """Invalidate and return the pair that may be overwritten; the other pair has the `needed` save."""
         first, second = self.pairs
         pair = second if any(copy.serial == needed for copy in first.copies) else first

@@ -240,7 +240,7 @@ class DistState:
         held = [copies for _, copies in answers]
         needed = needed_save(complete_saves(held), self._copies_wanted)
         serial = 1 + max((number for copies in held for number, _, _ in copies), default=0)
-        pair = kept.pair_beside(needed)
+        pair = kept.pair_to_overwrite(needed)
         own = pair.own
         own.keep(tensors, layouts)
         own.step, own.rank, own.size, own.serial = step, dist.get_rank(), dist.get_world_size(), serial

@@ -468,7 +468,7 @@ FAULTS = {
 @pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("case", few(FAULTS, "before the second step", "with the same wrapper"))
 def test_ddp_adds_gradients_in_the_same_order_after_a_fault(ranks: ddip.Group, case: str) -> None:
-    """With three ranks or more, another order changes the last digit."""
+    """Another order would change the last digit with three ranks or more."""
     step, fault, then = FAULTS[case]
     ranks.run(f"{ORDERS}\nmake(replicas)\nexpected = orders(0, 5)\nassert expected[0] != expected[1]")
     ranks.run(f"state.forget()\nmake(replicas)\nassert orders(0, {step}) == expected[:{step}]")

@@ -161,7 +161,7 @@ def test_training_after_a_partition_equals_an_undisturbed_run(group: ddip.Group,
 
 
 def test_a_link_cut_for_five_seconds_delays_a_start(hosts: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is cut just before the notebook needs an answer of the host."""
+    """Cut the link just before the notebook needs an answer of the host."""
     relay = RemoteHost.relay
 
     def cut_and_relay(host: RemoteHost, sockets: dict[str, str]) -> None:

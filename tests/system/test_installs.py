@@ -41,14 +41,14 @@ class Installed:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the tests install, made once: a zip of the source, a wheel of it, and links to what ddip requires."""
+    """Files to install, created once: a zip of the source, a wheel of it, and links to what ddip requires."""
 
     source: Path
     wheel: Path
     links: Path
 
     def link_into(self, packages: Path) -> None:
-        """Have the interpreter with these site-packages find what ddip requires, and pip."""
+        """Make the requirements of ddip, and pip, importable from these site-packages."""
         packages.mkdir(parents=True, exist_ok=True)
         (packages / "links.pth").write_text(f"{self.links}\n")
 

@@ -21,7 +21,7 @@ INSTEAD = (
 
 
 def apply_patches() -> None:
-    """Patch ``from_pretrained`` to raise ValueError if all ranks load a model with one of the `SPREAD` device maps."""
+    """Patch ``from_pretrained`` to raise ValueError if all ranks load a model with a `SPREAD` device map."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         original = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__

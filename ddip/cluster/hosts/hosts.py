@@ -176,22 +176,21 @@ class OnHosts:
         self._record()
 
 
-def explain_mismatch(ours: Facts, theirs: Facts) -> str:
+def explain_mismatch(local: Facts, remote: Facts) -> str:
     """Return the reason why ranks of a host cannot join the notebook's group; empty if they can.
 
-    `ours` are the notebook's facts, `theirs` the host's.
+    `local` are the notebook's facts, `remote` the host's.
     """
-    if not theirs["torch"]:
+    if not remote["torch"]:
+        advice = f"install torch {local['torch']} there, or name another --python"
+        return f"its Python {remote['python']} has no torch; {advice}"
+    if local["torch"] and _release_number(remote["torch"]) != _release_number(local["torch"]):
+        return f"it has torch {remote['torch']}, the notebook {local['torch']}; install the same torch on both"
+    if remote["ddip"] != local["ddip"]:
+        return f"it has ddip {remote['ddip']}, the notebook {local['ddip']}; install the same ddip on both"
+    if remote["python"].split(".")[:2] != local["python"].split(".")[:2]:
         return (
-            f"its Python {theirs['python']} has no torch; install torch {ours['torch']} there, or name another --python"
-        )
-    if ours["torch"] and _release_number(theirs["torch"]) != _release_number(ours["torch"]):
-        return f"it has torch {theirs['torch']}, the notebook {ours['torch']}; install the same torch on both"
-    if theirs["ddip"] != ours["ddip"]:
-        return f"it has ddip {theirs['ddip']}, the notebook {ours['ddip']}; install the same ddip on both"
-    if theirs["python"].split(".")[:2] != ours["python"].split(".")[:2]:
-        return (
-            f"it has Python {theirs['python']}, the notebook {ours['python']}: one unpickles what the other has "
+            f"it has Python {remote['python']}, the notebook {local['python']}: one unpickles what the other has "
             "pickled; choose the same Python version with --python"
         )
     return ""

@@ -64,7 +64,7 @@ class RemoteHost:
         self._guard = Guard(f"a message of the agent on {name} could not be used", pause_seconds=PAUSE_SECONDS)
         self._before = bytearray()
         """The end of the host's output on stdout before the agent runs."""
-        self._said = bytearray()
+        self._output = bytearray()
         """The end of the output on stderr."""
         try:
             self._process = subprocess.Popen(
@@ -128,9 +128,9 @@ class RemoteHost:
         return self._process.poll()
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         """The last lines of output outside the protocol, stderr's at the end."""
-        lines = b"\n".join((self._before, self._said)).decode(errors="replace").splitlines()
+        lines = b"\n".join((self._before, self._output)).decode(errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip() and line != ssh.SHELL_MARKER][-NOISE_LINES:])
 
     def fork(
@@ -236,7 +236,7 @@ class RemoteHost:
         self._ended.set()
         self._noise.join(1)
         with self._lock:
-            self.lost = self.said.strip().rpartition("\n")[2] or f"its agent ended (exit code {code})"
+            self.lost = self.output_text.strip().rpartition("\n")[2] or f"its agent ended (exit code {code})"
         if not self._facts.done():
             self._facts.set_exception(HostLost(self.lost))
         self._fail_pending()
@@ -256,7 +256,7 @@ class RemoteHost:
                     self._send(beat=now)
                 if not self._link.is_lost():
                     continue
-                self._said += f"\n{self.name} has sent nothing for {links.LOST_SECONDS:g} s".encode()
+                self._output += f"\n{self.name} has sent nothing for {links.LOST_SECONDS:g} s".encode()
                 self._kill_process()
 
     def _skip_noise(self) -> bool:
@@ -275,8 +275,8 @@ class RemoteHost:
         assert self._process.stderr is not None
         with self._process.stderr as stderr:
             while some := os.read(stderr.fileno(), 4096):
-                self._said += some
-                del self._said[:-NOISE_BYTES]
+                self._output += some
+                del self._output[:-NOISE_BYTES]
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         match message:

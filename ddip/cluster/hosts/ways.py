@@ -66,7 +66,7 @@ class Ssh(Way):
     def explain_failure(self, host: RemoteHost) -> str:
         """Explain why the agent of `host` did not start, or has not started yet, from the output of ssh."""
         if not host.shell_has_run and host.exit_code not in (SSH_FAILED, -signal.SIGKILL):  # a cut link: ddip kills ssh
-            last = host.said.rpartition("\n")[2]
+            last = host.output_text.rpartition("\n")[2]
             why = ssh.NOT_BEGUN.format(host=host.name) if host.exit_code is None else ssh.NOT_RUN
             return f"{host.name}: {why}" + (f" (its last output: {last!r})" if last else "")
         return _explain_output(host, self._reach.python, self._reach.setup)
@@ -111,8 +111,8 @@ class Attached(Way):
 
     def explain_failure(self, host: RemoteHost) -> str:
         """Explain the output of the local process, and name the engines' Python if the user chose none."""
-        if GONE in host.said:
-            last = host.said.strip().rpartition("\n")[2]
+        if GONE in host.output_text:
+            last = host.output_text.strip().rpartition("\n")[2]
             return f"{host.name}: {last}; start that cluster again, then type %makedip -r"
         python = next((seat.python for seat in self._attachment.seats if seat.name == host.name), "")
         reason = _explain_output(host, self._python, self._setup)
@@ -126,7 +126,7 @@ def _explain_output(host: RemoteHost, python: str, setup: str, without_output: s
     """
     if host.exit_code is None:
         return f"{host.name}: it has not answered in time; -t SECONDS waits longer"
-    return ssh.explain_failure(host.name, host.said or without_output, python, setup)
+    return ssh.explain_failure(host.name, host.output_text or without_output, python, setup)
 
 
 def choose_way(reach: Reach) -> Way:
@@ -151,9 +151,9 @@ def relay_controller(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
     return {**info, "interface": f"ipc://{remote_path}"}
 
 
-def port_numbers(told: Mapping[str, Any]) -> set[int]:
-    """Return all port numbers in `told`, the controller's connection information."""
-    return set(_find_integers(told.values()))
+def port_numbers(connection_info: Mapping[str, Any]) -> set[int]:
+    """Return all port numbers in `connection_info`, the controller's connection information."""
+    return set(_find_integers(connection_info.values()))
 
 
 def _find_integers(values: Any) -> set[int]:

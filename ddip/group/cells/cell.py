@@ -98,7 +98,7 @@ class Cell:
     """Seconds for which it waited for the user's answers, which do not count as its duration."""
     summary: str = ""
     """Its ranks and duration, in words."""
-    told: bool = False
+    is_outcome_known: bool = False
     """True once a caller that waited for the cell knows its outcome."""
     explained: bool = False
     """True if its error already includes advice."""
@@ -204,7 +204,7 @@ class Cell:
             button.wait_for([self.done], math.inf if seconds is None else seconds)
             if self.done.done():
                 button.take()
-        self.told = self.told or self.done.done()
+        self.is_outcome_known = self.is_outcome_known or self.done.done()
         return self.done.done()
 
     def stop(self) -> None:
@@ -224,7 +224,7 @@ class Cell:
                 if button.pressed:
                     button.take()
                     self.press_stop()
-        self.told = True
+        self.is_outcome_known = True
         if self.outcome == "stuck":
             raise GroupError(self.message)
 

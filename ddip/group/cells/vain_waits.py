@@ -145,12 +145,12 @@ def _without_later(begun: Begun) -> Begun:
     return {group: {**use, "may_begin": "no"} for group, use in begun.items()}
 
 
-def _lacks_message(here: int, use: GroupUse, there: int, theirs: GroupUse, new: Collection[str]) -> bool:
-    """Return True if a message of rank `here` has no counterpart on the ended rank `there`.
+def _lacks_message(rank: int, use: GroupUse, ended: int, ended_use: GroupUse, new: Collection[str]) -> bool:
+    """Return True if a message of `rank` has no counterpart on the ended rank `ended`.
 
     Both are numbers in the group. Only messages in the directions `new` count, such as ``to 1``.
     """
-    source, target = f"from {there}", f"to {there}"
-    received = source in new and use["messages"][source] > theirs["messages"].get(f"to {here}", 0)
-    sent = target in new and use["messages"][target] > theirs["messages"].get(f"from {here}", 0)
-    return received or (sent and "from any" not in theirs["messages"])
+    source, target = f"from {ended}", f"to {ended}"
+    received = source in new and use["messages"][source] > ended_use["messages"].get(f"to {rank}", 0)
+    sent = target in new and use["messages"][target] > ended_use["messages"].get(f"from {rank}", 0)
+    return received or (sent and "from any" not in ended_use["messages"])

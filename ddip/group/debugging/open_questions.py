@@ -83,7 +83,7 @@ class OpenQuestions:
 
     @property
     def paused_seconds(self) -> float:
-        """Seconds for which questions have been open so far."""
+        """Total time for which questions have been open so far, in seconds."""
         since = self._paused_since
         return self._paused + (0.0 if since is None else time.monotonic() - since)
 

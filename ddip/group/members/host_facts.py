@@ -19,7 +19,7 @@ def loopback_name() -> str:
     return "lo" if sys.platform == "linux" else "lo0"
 
 
-def tell_interfaces() -> None:
+def report_ignored_interfaces() -> None:
     """Tell the user which interface variables of the environment are ignored on a single host."""
     ours = loopback_name()
     for name in INTERFACE_VARIABLES:

@@ -44,10 +44,10 @@ class Watch:
         interval = min(PULSE_SECONDS, self._stall_timeout / 4)
         if now < self._since + interval or now < self._asked + interval:
             return False
-        passed, self._asked = now - self._asked, now
+        elapsed, self._asked = now - self._asked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_pulse())
         pulses: dict[int, tuple[int, float]] = {r: answer for r, answer in answers.items() if answer is not None}
-        have_moved = any(_has_moved(self._last.get(rank), pulse, passed) for rank, pulse in pulses.items())
+        have_moved = any(_has_moved(self._last.get(rank), pulse, elapsed) for rank, pulse in pulses.items())
         self.is_still = not have_moved and len(pulses) == len(running)
         if have_moved:
             self.note_progress()
@@ -55,8 +55,8 @@ class Watch:
         return now >= self._since + self._stall_timeout
 
 
-def _has_moved(before: tuple[int, float] | None, now: tuple[int, float], passed: float) -> bool:
-    return before is None or before[0] != now[0] or now[1] - before[1] > IDLE_CPU * passed
+def _has_moved(before: tuple[int, float] | None, now: tuple[int, float], elapsed: float) -> bool:
+    return before is None or before[0] != now[0] or now[1] - before[1] > IDLE_CPU * elapsed
 
 
 @dataclass
@@ -93,21 +93,21 @@ class StopProgress:
         now = time.monotonic()
         if now > self._until:
             return []
-        passed, self._looked = now - self._looked, now
+        elapsed, self._looked = now - self._looked, now
         answers = self._ranks.call_on_control_channel(running, on_rank.main_thread_phase())
         self._phase.update({rank: answer for rank, answer in answers.items() if answer is not None})
         uses = self._cpu_use(running)
-        moved = {rank for rank, use in uses.items() if self._makes_progress(rank, use, passed)}
+        moved = {rank for rank, use in uses.items() if self._makes_progress(rank, use, elapsed)}
         self._last = {**self._last, **uses}
         moving, self._moved = moved | self._moved, moved
         return [rank for rank in running if rank in moving]
 
-    def _makes_progress(self, rank: int, use: _Use, passed: float) -> bool:
+    def _makes_progress(self, rank: int, use: _Use, elapsed: float) -> bool:
         before = self._last.get(rank, use)
         phase = self._phase.get(rank, "code")
         if phase == "idle":  # the rank has finished, and its reply is on its way
             return True
-        if not use.runs and use.seconds - before.seconds <= IDLE_CPU * passed:
+        if not use.runs and use.seconds - before.seconds <= IDLE_CPU * elapsed:
             return phase == "ending" and time.monotonic() < self._asleep_until
         return phase == "ending" or use.seconds - self._first.get(rank, use).seconds < CODE_SECONDS
 

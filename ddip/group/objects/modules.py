@@ -94,14 +94,14 @@ class ModulesPushed:
         return lines
 
     @staticmethod
-    def _notice_text(name: str, who: str, text: str) -> str:
+    def _notice_text(name: str, on_ranks: str, text: str) -> str:
         if text == on_rank.IMPORTED:
             advice = f"run import importlib, {name}; importlib.reload({name}) in a %%dip cell"
             return (
-                f"{name} {text} on {who}, which keeps the old version: {advice}, or turn %autoreload 2 on before the "
-                "push"
+                f"{name} {text} on {on_ranks}, which keeps the old version: {advice}, or turn %autoreload 2 on before "
+                "the push"
             )
-        return f"{name} could not be reloaded on {who}, which keeps the old version: {text}"
+        return f"{name} could not be reloaded on {on_ranks}, which keeps the old version: {text}"
 
 
 # -- in the notebook

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def has_unknown_connection(made: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
+def has_unknown_connection(reports: Sequence[tuple[Sequence[tuple[Any, ...]], Sequence[int]]]) -> bool:
     """Return whether an unknown process has connected to a rank, at a port meant for other ranks.
 
-    `made`: the connections of each rank, as pairs of ends, and its ports for other ranks. gloo may have taken such a
+    `reports`: the connections of each rank, as pairs of ends, and its ports for other ranks. gloo may have taken such a
     connection for a rank's, and the first collective would then wait indefinitely.
     """
-    ends = {tuple(end) for connections, _ in made for end in connections}
+    ends = {tuple(end) for connections, _ in reports for end in connections}
     return any(
-        end[1] in ports and (*end[2:], *end[:2]) not in ends for connections, ports in made for end in connections
+        end[1] in ports and (*end[2:], *end[:2]) not in ends for connections, ports in reports for end in connections
     )
 
 

@@ -124,7 +124,7 @@ class ProcessGroupManager:
         self.healthy, self._made_connections = False, {}
         self._steps.forget()
         if not self._formed and len(spec.hosts) == 1:
-            host_facts.tell_interfaces()
+            host_facts.report_ignored_interfaces()
         former, self._meeting = self._meeting, self._prepare_meeting(range(spec.size))
         self._groups_made = self._first_group
         made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
@@ -298,7 +298,7 @@ class ProcessGroupManager:
         if is_unknown or any(report["released"] for report in present.values()):
             self.healthy = False
         elif all(report["state"] == "ours" for report in present.values()):
-            self._level_groups([report["groups"] for report in present.values()])
+            self._equalize_group_counters([report["groups"] for report in present.values()])
             self._compare_steps({rank: report["begun"] for rank, report in present.items()}, failed, unmatched)
             if failed and len(present) == size and _changes_differ([report["changes"] for report in present.values()]):
                 self.healthy = False  # one rank has taken an optimizer step that another has not
@@ -353,14 +353,16 @@ class ProcessGroupManager:
             lines = signatures.describe_different(self._ranks, group, members)
             notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
 
-    def _level_groups(self, made: Sequence[int]) -> None:
-        """Set torch's group counter to the same value on all ranks; `made`: the counters of the ranks.
+    def _equalize_group_counters(self, counters: Sequence[int]) -> None:
+        """Set torch's group counter to the same value on all ranks; `counters`: the counters of the ranks.
 
         Some ranks may have created groups without the others.
         """
-        if min(made) < max(made) or (max(made) > self._groups_made and len(made) < len(self._ranks.members)):
-            self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(made)))
-        self._groups_made = max(made)
+        if min(counters) < max(counters) or (
+            max(counters) > self._groups_made and len(counters) < len(self._ranks.members)
+        ):
+            self._ranks.call_on_control_channel(self._ranks.live, on_rank.set_groups_made(max(counters)))
+        self._groups_made = max(counters)
 
     def _handle_uneven(self, failed: bool, unmatched: bool) -> None:
         """Handle ranks that have begun more collectives than others.

@@ -48,7 +48,7 @@ def revive_objects(ranks: Ranks, manager: ProcessGroupManager, lost_objects: Los
             inform(AGAIN + text)
         else:
             notify(AGAIN + text)
-        ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_gone())
+        ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_lost_objects())
 
 
 class NewRanks:

@@ -162,14 +162,14 @@ def make_function(
     return FunctionType(code, main_variables() if variables is None else variables, closure=closure)
 
 
-def fill_function(made: FunctionType, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def fill_function(function: FunctionType, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """Set a function's attributes, but not its closure: cloudpickle would copy cells that functions share."""
     own, attributes = state
-    vars(made).update(own)
-    made.__globals__.update(attributes.pop("__globals__", {}))
+    vars(function).update(own)
+    function.__globals__.update(attributes.pop("__globals__", {}))
     del attributes["_cloudpickle_submodules"]  # unpickling has imported them
     for name, value in attributes.items():
-        setattr(made, name, value)
+        setattr(function, name, value)
 
 
 def _reduce_to_name(name: str, obj: object) -> str:

@@ -132,7 +132,7 @@ def retire_all() -> int:
     return len(_unreported)
 
 
-def forget_gone() -> None:
+def forget_lost_objects() -> None:
     """Mark all retired wrappers as reported to the user."""
     _unreported.clear()
 

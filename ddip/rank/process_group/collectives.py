@@ -72,7 +72,7 @@ def _note_collective(
 
 
 def _agreed_options(options: Any) -> tuple[Any, ...]:
-    """Return the options on which all ranks must agree: the reduction, and the root's rank in the group, if any."""
+    """Return the options on which ranks must agree: the reduction and the root's rank in the group, if any."""
     kind = type(options)
     reduction = (options.reduceOp.op,) if kind in REDUCING else ()
     return (*reduction, options.rootRank) if kind in ROOTED else reduction

@@ -300,11 +300,11 @@ def leave_group() -> LostObjects:
     return _lost
 
 
-def forget_gone() -> None:
+def forget_lost_objects() -> None:
     """Clear the lost objects once they have been reported to the user."""
     global _lost
     _lost = NOTHING_LOST
-    wrappers.forget_gone()
+    wrappers.forget_lost_objects()
 
 
 def give_up() -> None:
