@@ -82,7 +82,7 @@ def test_each_cell_runs_where_the_page_says(autodip: Notebook) -> None:
 
 
 def test_effects_on_every_rank_are_reported_once(autodip: Notebook) -> None:
-    autodip.ok("%%dip local\nget_ipython().magics_manager.registry['DipMagics']._once_per_rank._told.clear()")
+    autodip.ok("%%dip local\nget_ipython().magics_manager.registry['DipMagics']._once_per_rank._reported.clear()")
     shell = "ddip: ran once per rank: !echo; %%dip local runs a cell once, in the notebook\n"
     assert [autodip.ok("!echo >> f").stdout for _ in range(2)] == [shell, ""]
     assert [autodip.ok(f"open('f', '{mode}').close()").stdout for mode in "raa"] == [
