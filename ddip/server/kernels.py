@@ -151,7 +151,7 @@ async def _wait_for_reply(manager: Any, client: Any, msg_id: str, name: str, sec
             continue
         if message["parent_header"].get("msg_id") == msg_id:
             return dict(message["content"])
-    raise KernelError(f"{name} takes longer than {seconds:g} s; it goes on in the kernel: ask for the status later")
+    raise KernelError(f"{name} takes longer than {seconds:g} s; it continues in the kernel: ask for the status later")
 
 
 async def _ensure_alive(manager: Any) -> None:

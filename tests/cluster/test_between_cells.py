@@ -141,7 +141,7 @@ def test_a_sigterm_handler_that_exits_ends_the_rank(warmed_up: None) -> None:
         group.run("import signal, sys\n_ = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))")
         os.kill(group.members[1].pid, signal.SIGTERM)
         wait_until(lambda: group.ranks.ended == [1])
-        with pytest.raises(GroupError, match=r"^rank 1: .*\(SIGTERM\): somebody ended it"):
+        with pytest.raises(GroupError, match=r"^rank 1: .*\(SIGTERM\): someone ended it"):
             group.run("pass")
 
 

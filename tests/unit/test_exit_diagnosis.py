@@ -43,9 +43,9 @@ def test_exits_are_described_by_signal_or_code() -> None:
             "killed from outside, or by the OOM killer (its last known memory use was 1.0 GB; 80.0 of 100.0 GB",
         ),
         (-11, None, PLENTY, "a crash in C code"),
-        (-15, None, PLENTY, "somebody ended it"),
+        (-15, None, PLENTY, "someone ended it"),
         (3, None, PLENTY, "the cell, or a library, ended the process, as os._exit does"),
-        (None, None, PLENTY, "somebody ended it"),
+        (None, None, PLENTY, "someone ended it"),
     ],
 )
 def test_the_likely_cause_is_shown_with_its_figures(

@@ -45,7 +45,7 @@ ASK_SECONDS = slurm_keeper.ASK_SECONDS
 SHOW_SECONDS = 2.0
 """Time limit of a Slurm command whose result is only shown."""
 CANCEL_SECONDS = 10.0
-"""Longest wait for Slurm to confirm that a job is cancelled; the keeper goes on trying."""
+"""Longest wait for Slurm to confirm that a job is cancelled; the keeper keeps trying."""
 WAITING = """
 # holds the nodes for the ranks, which ddip starts as steps; ends when none has run for 50 s, as far as is known, or
 # when none has begun for five minutes, since a step may have to wait for the nodes' prolog
@@ -96,7 +96,7 @@ class Keeper:
         if is_cancelled:
             return "its job was cancelled"
         _trying.append(self)
-        return f"Slurm has not confirmed yet that its job {self.name} is cancelled; ddip goes on trying"
+        return f"Slurm has not confirmed yet that its job {self.name} is cancelled; ddip keeps trying"
 
 
 _keepers: dict[int, Keeper] = {}
@@ -160,7 +160,7 @@ def submit_job(typed: str, progress: Callable[[str], None], stopped: str = NO_GR
 
     `give_back` gives up the hold; the last one cancels the job. `progress` gets a line for the user about every second
     while the job waits. Raises BadInput or GroupError, or RequestInterrupted after an interrupt; the job is then
-    cancelled, or its keeper goes on trying to cancel it. The text of RequestInterrupted is `stopped`, in which
+    cancelled, or its keeper keeps trying to cancel it. The text of RequestInterrupted is `stopped`, in which
     ``{job}`` is replaced by a clause that says which of the two has happened.
     """
     script = batch_script(typed)

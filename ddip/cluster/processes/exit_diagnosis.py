@@ -100,7 +100,7 @@ def cause_text(code: int | None, held: int | None, before: HostMemory, now: Host
         return f"{who} ({figures})"
     if code is not None and code >= 0:
         return "the cell, or a library, ended the process, as os._exit does"
-    return "somebody ended it"
+    return "someone ended it"
 
 
 def log_end(text: str, count: int) -> list[str]:

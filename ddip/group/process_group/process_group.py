@@ -113,7 +113,7 @@ class ProcessGroupManager:
                 self.ensure_connected(spec)
             if self._ranks.ended or self._ranks.abandoned or time.monotonic() > deadline:
                 raise
-            log.debug("forming the group once more: %s", error)
+            log.debug("forming the group again: %s", error)
             try:
                 self.leave(deadline)
             except GroupError:

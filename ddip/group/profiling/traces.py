@@ -89,7 +89,7 @@ def _split_trace(trace: Any) -> tuple[Event, Iterator[Event]]:
     while EVENTS not in text:
         piece = trace.read(PIECE)
         if not piece:
-            raise ValueError("the file is no trace of torch's profiler")
+            raise ValueError("the file is not a trace of torch's profiler")
         text += piece
     head, _, rest = text.partition(EVENTS)
     return json.loads(f"{head.rstrip().rstrip(',')}}}"), _read_events(trace, rest[rest.index("[") + 1 :])

@@ -50,7 +50,7 @@ def _check_path(path: str, name: str) -> None:
     is_plain = "/".join(parts) == path and not {"..", "/", "//"}.intersection(parts) and "\0" not in path
     is_inside = parts == (f"{name}.py",) or (len(parts) > 1 and parts[0] == name)
     if not name.isidentifier() or not is_plain or not is_inside:
-        raise ValueError(f"{path!r} is no path of a file of the module {name!r}")
+        raise ValueError(f"{path!r} is not the path of a file of the module {name!r}")
 
 
 def take_modules(folder: str, names: list[str], reload: bool) -> dict[str, str]:
