@@ -300,7 +300,7 @@ def test_traces_merge_with_a_process_per_rank_and_one_clock(tmp_path: Path, monk
 
 def test_an_invalid_trace_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(ValueError, match="no trace"):
+    with pytest.raises(ValueError, match="not a trace"):
         traces.merge_files({0: tmp_path / "a.gz"}, {0: 0}, 0, tmp_path / "all")
     assert [path.name for path in tmp_path.iterdir()] == ["a.gz"]
 
