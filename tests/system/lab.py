@@ -37,20 +37,6 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) ->
         time.sleep(0.02)
 
 
-def select_tab(output: Locator, number: int) -> None:
-    """Click the tab `number` until it is selected, as a person would.
-
-    The page loses a click on a label that an update of the tabs replaces while the mouse button is down.
-    """
-    label = output.locator("label.ddip-rank").nth(number)
-
-    def is_selected() -> bool:
-        label.click(delay=90)
-        return bool(label.evaluate("label => document.getElementById(label.htmlFor).checked"))
-
-    wait_for(is_selected, f"tab {number} to be selected", 20)
-
-
 class Lab:
     """A server in `folder`, and one browser page."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .lab import Lab, select_tab, wait_for
+from .lab import Lab, wait_for
 
 WAIT = "while not Path('{name}').exists(): time.sleep(0.01)"
 CELLS = {
@@ -65,7 +65,7 @@ def test_the_kernel_stays_free_while_output_arrives(notebook: Lab) -> None:
     assert notebook.run(NUMBER["sum"]).split()[-1] == "2"
     output = notebook.output(NUMBER["train"])
     assert "runs in the background on ranks 0, 1" in output.inner_text()
-    select_tab(output, 1)
+    output.locator("label.ddip-rank").nth(1).click()
     notebook.run(NUMBER["go"])
     wait_for_output(notebook, "train", "the last line of 1")
     notebook.run(NUMBER["wait"])

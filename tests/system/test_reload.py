@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page
 
-from .lab import Lab, select_tab, wait_for
+from .lab import Lab, wait_for
 
 CELLS = {
     "start": "%load_ext ddip\n%config DipMagics.report_after = 99\n%makedip -n 2",
@@ -89,7 +89,7 @@ def test_everything_is_there_after_a_reload_and_live(notebook: Lab) -> None:
     reload(notebook)
     assert_all_shown(notebook.page, 5, 6)
     output = notebook.output(NUMBER["text"])
-    select_tab(output, 1)
+    output.locator("label.ddip-rank").nth(1).click()
     assert "text of 1" in output.locator(".ddip-shown:visible").inner_text()
     notebook.run(NUMBER["change"])
     assert_all_shown(notebook.page, 99, 99)

@@ -91,22 +91,26 @@ def test_running_ranks_have_tabs_and_equal_ranks_share_one_afterwards(page: Page
     view = new_tabs(page, 3)
     write_texts(view, "a\n", "a\n", "b\n")
     view.draw()
-    buttons, shown = page.shown
+    buttons, labels, shown = page.shown
     assert buttons["text/html"].count("<input") == 3 and "checked" not in buttons["text/html"]
-    assert shown["text/html"].count("ddip-runs") == 3
+    assert labels["text/html"].count("ddip-runs") == 3
     assert shown["text/plain"] == "── rank 0 ──\na\n── rank 1 ──\na\n── rank 2 ──\nb"
     assert view.close({}, "12 s")
-    assert page.shown[1]["text/plain"] == "── ranks 0, 1 ──\na\n── rank 2 ──\nb\n12 s"
+    assert page.shown[2]["text/plain"] == "── ranks 0, 1 ──\na\n── rank 2 ──\nb\n12 s"
     assert "ddip-runs" not in page.shown[1]["text/html"] and '<span class="ddip-note">12 s</span>' in str(page.shown[1])
 
 
-def test_the_buttons_are_sent_once(page: Page) -> None:
+def test_buttons_and_labels_are_sent_once(page: Page) -> None:
     view = new_tabs(page)
     for number in range(5):
         write_texts(view, f"{number}\n")
         view._next = 0.0
         view.draw()
-    assert len(page.shown) == 2 and page.sent == 6
+    assert len(page.shown) == 3 and page.sent == 7
+    view.ended(1, True)
+    view._next = 0.0
+    view.draw()
+    assert page.sent == 9 and "ddip-failed" in page.shown[1]["text/html"]
 
 
 def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
@@ -115,7 +119,7 @@ def test_tabs_that_have_not_changed_are_not_sent_again(page: Page) -> None:
     for _ in range(5):
         view._next = 0.0
         view.draw()
-    assert page.sent == 2
+    assert page.sent == 3
 
 
 def test_a_view_without_output_draws_nothing(page: Page) -> None:
@@ -130,10 +134,10 @@ def test_an_error_appears_in_the_tab_of_its_rank(page: Page) -> None:
     write_texts(view, "a\n")
     view.ended(1, True)
     view.draw()
-    assert page.plain[1].splitlines()[2] == "── rank 1 ✗ ──"
+    assert page.plain[2].splitlines()[2] == "── rank 1 ✗ ──"
     waited = RankError("RuntimeError", "gloo", "", waited="barrier")
     assert view.close({1: RankError("ValueError", "no", "the traceback"), 2: waited}, "")
-    assert page.plain[1].splitlines() == [
+    assert page.plain[2].splitlines() == [
         "── rank 0 ──",
         "a",
         "── rank 1 ✗ ──",
@@ -141,20 +145,20 @@ def test_an_error_appears_in_the_tab_of_its_rank(page: Page) -> None:
         "── rank 2 ──",
         "was blocked in barrier, until ddip aborted it",
     ]
-    assert "<pre>the traceback</pre>" in page.shown[1]["text/html"]
+    assert "<pre>the traceback</pre>" in page.shown[2]["text/html"]
 
 
 def test_displays_without_html_appear_below_with_their_rank(page: Page) -> None:
     view = new_tabs(page)
     view.display(1, {WIDGET: {"model_id": "m"}, "text/plain": "a widget"}, {}, "x")
     view.display(0, {"text/html": "<script>alert()</script>"}, {}, None)
-    assert page.plain[2:4] == ["[rank 0]", ""] and "alert" in page.shown[3]["text/html"]
-    assert page.plain[4:] == ["[rank 1]", "a widget"] and page.written == []
+    assert page.plain[3:5] == ["[rank 0]", ""] and "alert" in page.shown[4]["text/html"]
+    assert page.plain[5:] == ["[rank 1]", "a widget"] and page.written == []
     view.update(1, {"text/plain": "changed"}, {}, "x")
-    assert page.plain[2:] == ["[rank 0]", "", "[rank 1]", "changed"]
+    assert page.plain[3:] == ["[rank 0]", "", "[rank 1]", "changed"]
     view.text(0, "stdout", "above\n", None)
     view.draw()
-    assert page.shown[0]["text/html"].count("<input") == 2 and "above" in page.plain[1]
+    assert page.shown[0]["text/html"].count("<input") == 2 and "above" in page.plain[2]
 
 
 def visible_texts(page: Page) -> list[str]:
@@ -262,7 +266,7 @@ def test_html_that_shows_something_is_in_its_tab(page: Page, html: str) -> None:
     view = new_tabs(page)
     view.display(0, {"text/html": html}, {}, None)
     view.close({}, "")
-    assert len(page.shown) == 2 and html.split(">")[0] in page.shown[1]["text/html"]
+    assert len(page.shown) == 3 and html.split(">")[0] in page.shown[2]["text/html"]
 
 
 def test_a_bar_that_wipes_itself_out_leaves_no_tabs(page: Page) -> None:
@@ -287,22 +291,22 @@ def test_displays_and_results_go_into_the_tab(page: Page) -> None:
     view.display(0, {"text/markdown": "*m*"}, {}, None)
     view.result(1, 7, {"text/plain": "1\n2"}, {})
     view.draw()
-    html = page.shown[1]["text/html"]
+    html = page.shown[2]["text/html"]
     assert all(part in html for part in ("data:image/png;base64,aaaa", "$x&lt;1$", "<b>bold</b>", "*m*"))
-    assert page.plain[1].endswith("── rank 1 ──\nOut[7]:\n1\n2")
+    assert page.plain[2].endswith("── rank 1 ──\nOut[7]:\n1\n2")
     view.update(0, {"text/plain": "gone"}, {}, "p")
     view._next = 0.0
     view.draw()
-    assert "aaaa" not in page.shown[1]["text/html"]
+    assert "aaaa" not in page.shown[2]["text/html"]
 
 
 def test_long_text_shows_its_last_rows_until_the_end(page: Page) -> None:
     view = new_tabs(page)
     write_texts(view, "first\n" + "x" * 99 + "\n" + ("y" * 99 + "\n") * (LIVE_CHARACTERS // 100) + "last\n")
     view.draw()
-    assert "last" in page.plain[1] and "first" not in page.plain[1]
+    assert "last" in page.plain[2] and "first" not in page.plain[2]
     view.close({}, "")
-    assert "first" in page.plain[1]
+    assert "first" in page.plain[2]
 
 
 REPR = {"text/plain": "<IPython.core.display.Thing object>"}
@@ -347,7 +351,7 @@ def test_omitted_output_never_counts_as_the_same(page: Page) -> None:
         view.text(rank, "stdout", "first\n", None)
         view.text(rank, "stdout", "last\n", 5000)
     view.close({}, "")
-    assert "── rank 1 ──" in page.plain[1]
+    assert "── rank 1 ──" in page.plain[2]
 
 
 def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
@@ -355,8 +359,8 @@ def test_markdown_and_json_are_shown_as_their_source(page: Page) -> None:
     view.display(0, {"text/markdown": "# <title>", **REPR}, {}, None)
     view.display(0, {"application/json": {"é": [1]}, **REPR}, {}, None)
     view.close({}, "")
-    assert '<pre># &lt;title&gt;</pre><pre>{\n  "é": [\n    1\n  ]\n}</pre>' in page.shown[1]["text/html"]
-    assert page.plain[1].startswith('── rank 0 ──\n# <title>\n{\n  "é": [')
+    assert '<pre># &lt;title&gt;</pre><pre>{\n  "é": [\n    1\n  ]\n}</pre>' in page.shown[2]["text/html"]
+    assert page.plain[2].startswith('── rank 0 ──\n# <title>\n{\n  "é": [')
 
 
 def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
@@ -365,7 +369,7 @@ def test_a_bar_is_not_marked_as_a_warning(page: Page) -> None:
     view.text(0, "stderr", "\r100%\n", None)
     view.text(1, "stderr", "warned\n", None)
     view.close({}, "")
-    html = page.shown[1]["text/html"]
+    html = page.shown[2]["text/html"]
     assert '<pre class="ddip-stdout">100%' in html and '<pre class="ddip-stderr">warned' in html
 
 
@@ -387,14 +391,14 @@ def test_the_first_failed_tab_opens_or_the_first_with_output(page: Page) -> None
     view.draw()
     assert opened_tab(page) == "2"
     view.close({2: RankError("ValueError", "no", "traceback"), 1: RankError("E", "", "", waited="barrier")}, "")
-    assert opened_tab(page) == "2" and "── rank 2 ✗ ──" in page.plain[1]
+    assert opened_tab(page) == "2" and "── rank 2 ✗ ──" in page.plain[2]
 
 
 def test_ranks_without_output_are_not_open(page: Page) -> None:
     view = new_tabs(page, 3)
     view.text(1, "stdout", "a\n", None)
     view.close({}, "")
-    assert opened_tab(page) == "1" and "── ranks 0, 2 ──" in page.plain[1]
+    assert opened_tab(page) == "1" and "── ranks 0, 2 ──" in page.plain[2]
 
 
 # -- grouped

@@ -8,7 +8,7 @@
 
 Each tab is a radio button: the arrow keys move between the buttons of a group, and a screen reader announces how many
 there are and which is selected. The buttons are invisible. The labels in the second output name them and show the
-focus; they refer to IDs that never change.
+focus; they refer to IDs that never change. The third output is the content.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ RULES = """
 .ddip-ranks[hidden]{display:block!important;position:absolute;width:1px;height:1px;margin:-1px;padding:0;border:0;
  overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 .jp-OutputArea-child:has(.ddip-ranks){position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+.output_subarea:has(>.ddip){padding-top:0;padding-bottom:0}
 .ddip{--line:var(--jp-border-color2,var(--vscode-panel-border,#c4c4c4));border-left:2px solid var(--line)}
 .ddip-bar[hidden]{display:flex!important;flex-wrap:wrap;align-items:stretch}
 .ddip-rank{padding:2px 12px;margin:0;cursor:pointer;font-size:.85em;border-bottom:3px solid var(--line);opacity:.8}
@@ -82,8 +83,8 @@ def buttons_html(name: str, ranks: Sequence[int]) -> str:
     return f"{BEGIN_HIDDEN}{RULES}</style>{group}{END_HIDDEN}"
 
 
-def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """Return the HTML of the output that changes: labels, `tabs`, and the line `note` if not empty.
+def labels_html(name: str, tabs: Sequence[Tab], note: str) -> str:
+    """Return the HTML of the output with the labels of `tabs`, the line `note` if not empty, and the CSS of both.
 
     `name` as in `buttons_html`. Until the user selects a tab, the first that has failed is visible, else the first with
     any output.
@@ -91,6 +92,12 @@ def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
     labels = "".join(_label_html(name, number, tab) for number, tab in enumerate(tabs))
     if note:
         labels += f'<span class="ddip-note">{html.escape(note)}</span>'
+    bar = f'<div class="ddip ddip-bar" id="{name}-bar" hidden="hidden">{labels}</div>'
+    return f"{BEGIN_HIDDEN}{_visibility_rules(name, tabs)}</style>{bar}{END_HIDDEN}"
+
+
+def sections_html(name: str, tabs: Sequence[Tab], note: str) -> str:
+    """Return the HTML of the output with the content of `tabs`, and the headings and `note` for pages without tabs."""
     sections = "".join(
         f'<div class="ddip-head"><strong>{html.escape(tab.title)}</strong></div>'
         f'<div class="ddip-shown" id="{name}-s{number}" role="group" tabindex="0"'
@@ -99,9 +106,7 @@ def tabs_html(name: str, tabs: Sequence[Tab], note: str) -> str:
     )
     if note:
         sections += f'<div class="ddip-head">{html.escape(note)}</div>'
-    bar = f'<div class="ddip-bar" hidden="hidden">{labels}</div>'
-    hidden = f"{BEGIN_HIDDEN}{_visibility_rules(name, tabs)}</style>{bar}{END_HIDDEN}"
-    return f'<div class="ddip" id="{name}">{hidden}{sections}</div>'
+    return f'<div class="ddip" id="{name}">{sections}</div>'
 
 
 def _label_html(name: str, number: int, tab: Tab) -> str:
@@ -122,7 +127,7 @@ def _visibility_rules(name: str, tabs: Sequence[Tab]) -> str:
     on_page = f"body:has(#{name}-{tabs[0].ranks[0]})"
     rules = [
         f"{on_page} #{name} .ddip-shown,{on_page} #{name} .ddip-head{{display:none}}",
-        f"body:not({on_page[4:]}) #{name} .ddip-bar{{display:none!important}}",
+        f"body:not({on_page[4:]}) #{name}-bar{{display:none!important}}",
     ]
     default = min(range(len(tabs)), key=lambda number: (not tabs[number].failed, tabs[number].empty, number))
     for number, tab in enumerate(tabs):
@@ -130,7 +135,7 @@ def _visibility_rules(name: str, tabs: Sequence[Tab]) -> str:
         if number == default:
             chosen.append(f'{on_page}:not(:has([name="{name}"]:checked))')
         focused = [f"body:has(#{name}-{rank}:focus-visible)" for rank in tab.ranks]
-        label, shown = f"#{name} #{name}-l{number}", f"#{name} #{name}-s{number}"
+        label, shown = f"#{name}-bar #{name}-l{number}", f"#{name} #{name}-s{number}"
         rules += [
             _css_rule(chosen, shown, "display:block"),
             _css_rule(chosen, label, CHOSEN),

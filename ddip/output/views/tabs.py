@@ -1,8 +1,11 @@
 """The output of several ranks as tabs, in HTML and CSS alone, so that a saved notebook shows them without ddip.
 
-The tabs are two outputs of the cell. The first holds a hidden radio button per rank and never changes, so that the
-user's selection survives each update of the second. The second holds the labels, which select a button, and the output
-of the ranks (``tab_page.py``).
+The tabs are three outputs of the cell (``tab_page.py``):
+
+    buttons   a hidden radio button per rank; never changes, so that the user's selection survives all updates
+    labels    select a button; change only if a rank ends or fails, because a page loses a click on a label that is
+              replaced while the mouse button is down
+    content   the output of the ranks, which may change ten times per second
 """
 
 from __future__ import annotations
@@ -22,9 +25,6 @@ from ddip.output.views.below import Below, can_move
 
 REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the tabs."""
-STEADY_SECONDS, STEADY_DRAWS = 0.6, 10
-"""Minimum seconds between updates after so many in a row: the page loses a click on a label that an update replaces
-while the mouse button is down, for about 0.1 s."""
 REDRAW_BYTES = 300_000
 """Maximum bytes per second of updates: Jupyter's server drops messages above a rate, 1 MB/s by default."""
 
@@ -40,7 +40,7 @@ class Tabs:
         self._failed: set[int] = set()
         self._errors: dict[int, str] = {}
         self._id = new_id()
-        self._buttons_id = new_id()
+        self._buttons_id, self._labels_id = new_id(), new_id()
         self._below = Below(page)
         self._reserved = False
         """True if the page has outputs for the tabs, above those below them."""
@@ -48,8 +48,8 @@ class Tabs:
         """True if the buttons are on the page; showing them again would reset the user's selection."""
         self._begun = False
         self._next = 0.0
-        self._draws = 0
-        """Number of updates of the tabs in a row, each as soon as possible after the one before."""
+        self._labels = ""
+        """HTML of the labels on the page."""
         self._note = ""
         self._done = False
 
@@ -114,10 +114,7 @@ class Tabs:
                 section.changed = False
                 self._html[rank] = to_tab(section.items, not self._done)
         sent = self._send()
-        is_steady = now < self._next + REDRAW_SECONDS
-        self._draws = self._draws + 1 if is_steady else 0
-        pause = STEADY_SECONDS if self._draws >= STEADY_DRAWS else REDRAW_SECONDS
-        self._next = now + max(pause, sent / REDRAW_BYTES)
+        self._next = now + max(REDRAW_SECONDS, sent / REDRAW_BYTES)
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
         """Show the final tabs, merged for ranks with equal output; return True if they show `note`.
@@ -159,6 +156,7 @@ class Tabs:
         if not self._begun and not self._reserved:
             self._reserved, self._has_buttons = True, buttons
             self._page.show(self._buttons if buttons else GONE, None, self._buttons_id)
+            self._page.show(GONE, None, self._labels_id)
             self._page.show(GONE, None, self._id)
 
     @property
@@ -173,7 +171,8 @@ class Tabs:
         """Remove the tabs from the page, because their output was cleared or erased itself."""
         if self._begun:
             self._begun, self._reserved, self._has_buttons = False, True, False
-            for name in (self._buttons_id, self._id):
+            self._labels = ""
+            for name in (self._buttons_id, self._labels_id, self._id):
                 self._page.show(GONE, None, name, update=True)
 
     def _send(self) -> int:
@@ -190,14 +189,24 @@ class Tabs:
             )
             for ranks, body in self._merged_tabs()
         ]
-        page = tab_page.tabs_html(self._id, tabs, self._note)
+        sent = self._send_labels(tabs)
+        page = tab_page.sections_html(self._id, tabs, self._note)
         texts = [f"── {tab.title} ──\n{self._plain_text(tab.ranks[0])}" for tab in tabs]
         text = "\n".join([*texts, self._note] if self._note else texts)
-        update = self._begun or self._reserved
         data = {"text/html": page, "text/plain": text, **self._page.beside}
-        self._page.show(data, display_id=self._id, update=update)
+        self._page.show(data, display_id=self._id, update=self._begun or self._reserved)
         self._begun = True
-        return len(page) + len(text)
+        return sent + len(page) + len(text)
+
+    def _send_labels(self, tabs: Sequence[Tab]) -> int:
+        """Send the labels if they have changed, and return the number of characters sent."""
+        labels = tab_page.labels_html(self._id, tabs, self._note)
+        if labels == self._labels:
+            return 0
+        self._labels = labels
+        data = {"text/html": labels, "text/plain": ""}
+        self._page.show(data, display_id=self._labels_id, update=self._begun or self._reserved)
+        return len(labels)
 
     def _merged_tabs(self) -> list[tuple[list[int], str]]:
         """Return ranks and HTML of each tab; at the end of the cell, ranks with equal output share one."""
