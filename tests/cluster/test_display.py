@@ -304,8 +304,8 @@ def test_each_rank_has_a_tab_and_equal_ranks_share_one(notebook: Notebook) -> No
         display({'text/html': '<i>x</i>'}, raw=True)
     """)
     assert shown.data[-1]["text/plain"].startswith("── rank 0 ──\ndifferent\n── ranks 1, 2 ──\nsame")
-    page = shown.data[-1]["text/html"]
-    assert page.count("<label") == 2 and page.count("<i>x</i>") == 2
+    labels, page = (bundle["text/html"] for bundle in shown.data[-2:])
+    assert labels.count("<label") == 2 and page.count("<i>x</i>") == 2
     assert "ddip-ranks" in shown.data[0]["text/html"] and shown.data[0]["text/html"].count('type="radio"') == 3
     for rank in range(3):
         assert f'-{rank}"' in shown.data[0]["text/html"]

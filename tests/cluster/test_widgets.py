@@ -25,7 +25,7 @@ def page_of(shown: Shown) -> list[str]:
     lines = []
     for bundle in shown.outputs:
         html = bundle.get("text/html", "")
-        if "ddip-ranks" in html or 'class="ddip"' in html:
+        if any(part in html for part in ("ddip-ranks", "<label", 'class="ddip"')):
             lines.append("tabs")
         elif PLOTLY in bundle:
             lines.append(bundle[PLOTLY]["data"][0]["name"])
@@ -249,7 +249,7 @@ def test_widgets_are_below_the_tabs_and_labelled(notebook: Notebook) -> None:
     """)
     label = "Out: " if int(ipywidgets.__version__.split(".")[0]) >= 8 else ""  # ipywidgets 7 displays itself
     lines = [line for rank in range(3) for line in (f"[rank {rank}]", f"{label}IntSlider(value={rank})")]
-    assert page_of(shown) == ["tabs", "tabs", *lines] and shown.stdout == ""
+    assert page_of(shown) == ["tabs", "tabs", "tabs", *lines] and shown.stdout == ""
 
 
 IN_TURN = "for turn in (2, 1, 0):\n    if turn == rank: SHOW\n    dist.barrier()"
@@ -264,7 +264,7 @@ def test_plotly_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
     shown = notebook.ok(f"%%dip -S all\n{first}\nprint('text')\n{second}")
     # the first plot includes Plotly's script
     lines = [[f"[rank {rank}]", "script", f"{rank} first", f"{rank} second"] for rank in range(3)]
-    assert page_of(shown) == ["tabs", "tabs", *sum(lines, [])]
+    assert page_of(shown) == ["tabs", "tabs", "tabs", *sum(lines, [])]
 
 
 @pytest.mark.grid
@@ -286,8 +286,8 @@ def test_bokeh_plots_are_below_the_tabs_by_rank(notebook: Notebook) -> None:
 def test_the_tab_of_a_running_rank_is_selected(notebook: Notebook) -> None:
     shown = notebook.ok("%%dip -S all -r 1\nprint('only', rank)")
     assert shown.data[-1]["text/plain"] == "── ranks 0, 2 ──\n\n── rank 1 ──\nonly 1"
-    page = shown.data[-1]["text/html"]
-    (opened,) = re.findall(r":checked\)\) #\S+ #(\S+)\{display:block\}", page)
+    labels, page = (bundle["text/html"] for bundle in shown.data[-2:])
+    (opened,) = re.findall(r":checked\)\) #\S+ #(\S+)\{display:block\}", labels)
     assert re.findall(f'id="{opened}"[^>]*>(.*?)</div>', page, re.DOTALL) == ['<pre class="ddip-stdout">only 1\n</pre>']
 
 
@@ -300,9 +300,9 @@ def test_ranks_outside_the_cell_are_not_shown_as_running(notebook: Notebook) -> 
     if "── rank 1 ──" not in shown.text:  # the tabs are redrawn with the next message, or after a pause
         drawn = notebook.finish(cell, until="── rank 1 ──")
         shown.messages, shown.data = shown.messages + drawn.messages, shown.data + drawn.data
-    tabs = [bundle["text/html"] for bundle in shown.data if 'class="ddip"' in bundle.get("text/html", "")]
+    labels = [bundle["text/html"] for bundle in shown.data if "<label" in bundle.get("text/html", "")]
     notebook.interrupt()
     ended = notebook.finish(cell)
     shown.messages += ended.messages
-    assert ended.error == "CellInterrupted" and page_of(shown) == ["tabs", "tabs", "[rank 1]", "odd"]
-    assert tabs and all(page.count('<label class="ddip-rank ddip-runs"') == 1 for page in tabs)
+    assert ended.error == "CellInterrupted" and page_of(shown) == ["tabs", "tabs", "tabs", "[rank 1]", "odd"]
+    assert labels and all(page.count('<label class="ddip-rank ddip-runs"') == 1 for page in labels)
