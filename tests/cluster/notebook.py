@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,6 +90,9 @@ class Notebook:
         self.manager.start_kernel(cwd=str(folder), env=environment)
         self._late_messages: list[Any] = []
         """Messages of cells that had already ended."""
+        self._prompts: list[str] = []
+        self._answers: list[str | None | Callable[[], object]] | None = None
+        """Answers to the next prompts of the running cell; None: it has no stdin."""
         self._connect()
 
     def _connect(self) -> None:
@@ -123,32 +124,27 @@ class Notebook:
 
         None ends the input, and a function is called instead of an answer. Prompts without an answer end the input.
         """
-        prompts: list[str] = []
-        ended = threading.Event()
+        self._prompts, self._answers = [], list(answers)
         message_id = self.begin(code, allow_stdin=True)
-
-        def answer_prompts() -> None:
-            while not ended.is_set():
-                try:
-                    request = self.client.stdin_channel.get_msg(timeout=0.05)
-                except Empty:
-                    continue
-                answer = answers[len(prompts)] if len(prompts) < len(answers) else None
-                prompts.append(request["content"]["prompt"])
-                if callable(answer):
-                    answer()
-                else:
-                    self.client.input("\x04" if answer is None else answer)
-
-        thread = threading.Thread(target=answer_prompts)
-        thread.start()
         try:
-            return Dialogue(self.finish(message_id, timeout), prompts)
+            return Dialogue(self.finish(message_id, timeout), self._prompts)
         except AssertionError as error:
-            raise AssertionError(f"{error}; prompts: {prompts}") from None
+            raise AssertionError(f"{error}; prompts: {self._prompts}") from None
         finally:
-            ended.set()
-            thread.join()
+            self._answers = None
+
+    def _answer_prompt(self, answers: list[str | None | Callable[[], object]]) -> None:
+        """Answer a prompt with the first of `answers`, if the kernel asks."""
+        try:
+            request = self.client.get_stdin_msg(timeout=0.01)
+        except Empty:
+            return
+        self._prompts.append(request["content"]["prompt"])
+        answer = answers.pop(0) if answers else None
+        if callable(answer):
+            answer()
+        else:
+            self.client.input("\x04" if answer is None else answer)
 
     def begin(self, code: str, allow_stdin: bool = False, **options: Any) -> str:
         """Send a cell; return the ID to finish it with."""
@@ -222,14 +218,18 @@ class Notebook:
         return self.send_comm(name, {"method": "request_states"})
 
     def _next(self, end: float, shown: Shown) -> Any:
-        try:
-            return self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
-        except Empty:
-            raise AssertionError(f"the cell did not end in time; it showed {shown}") from None
+        while True:
+            rest = max(0.1, end - time.monotonic())
+            try:
+                return self.client.get_iopub_msg(timeout=rest if self._answers is None else 0.05)
+            except Empty:
+                if self._answers is None or time.monotonic() > end:
+                    raise AssertionError(f"the cell did not end in time; it showed {shown}") from None
+            self._answer_prompt(self._answers)
 
     def interrupt(self) -> None:
-        """Press the stop button; works on any thread, unlike the manager's method."""
-        os.killpg(os.getpgid(self.pid), signal.SIGINT)
+        """Press the stop button."""
+        self.manager.interrupt_kernel()
 
     def restart(self, now: bool = False) -> None:
         """Press the restart button."""

@@ -93,6 +93,16 @@ def test_a_cell_that_fails_or_catches_the_error_reports_them(
     ranks.run(PROOF)
 
 
+def test_a_slow_rank_that_is_aborted_hides_no_wrong_results(
+    ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.options.failure_grace = 0.0
+    with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
+        ranks.run(f"{WRONG['dtypes']}\nif rank == 0: 1 / 0\ntime.sleep(1)")
+    assert capsys.readouterr().err.count("different collectives") == 1
+    ranks.run(PROOF)
+
+
 @pytest.mark.grid
 def test_uneven_batches_in_join_are_not_reported(ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that has no batches left begins in Python what the reducers of the others begin in C++."""

@@ -75,8 +75,9 @@ class Cells:
         self._manager = manager
         self._active: dict[Cell, RunningCell] = {}
         """The cells that run or wait for others, in order of submission."""
-        self._pending_reports: list[tuple[Mapping[int, CellReport | None], bool, bool]] = []
-        """Cells that ended while others ran: reports by rank, whether the cell failed, and whether it was unmatched."""
+        self._pending_reports: list[tuple[Mapping[int, CellReport | None], bool, bool, bool]] = []
+        """Cells that ended while others ran: reports by rank, whether the cell failed, whether it was unmatched, and
+        whether its different collectives are reported already."""
         self._abandoned: Requests = {}
         self._listening: collections.deque[tuple[Cell, list[str]]] = collections.deque()
         self._count = 0
@@ -380,7 +381,7 @@ class Cells:
         if over or failed:
             self._differences.note_fault(running.name, trained)
         if not over and not unfinished_replies:
-            self._pending_reports.append((running.reports, failed, unmatched))
+            self._pending_reports.append((running.reports, failed, unmatched, bool(running.different)))
         checked = self._update_health()
         tell_aborted(running.reports)
         if running.different and running.ending == "good":  # the cell has caught the error that would say so
@@ -401,9 +402,12 @@ class Cells:
         pending, self._pending_reports = self._pending_reports, []
         if not pending or self._abandoned:
             return {}
-        reports = {rank: report for by_rank, _, _ in pending for rank, report in by_rank.items()}
+        reports = {rank: report for by_rank, *_ in pending for rank, report in by_rank.items()}
         self._manager.update_health(
-            reports, any(failed for _, failed, _ in pending), any(unmatched for _, _, unmatched in pending)
+            reports,
+            failed=any(failed for _, failed, _, _ in pending),
+            unmatched=any(unmatched for _, _, unmatched, _ in pending),
+            is_reported=any(is_reported for _, _, _, is_reported in pending),
         )
         return reports
 

@@ -285,18 +285,28 @@ class ProcessGroupManager:
         if any(cut_off.values()):
             notify(cut_off_text(cut_off))
 
-    def update_health(self, reports: Mapping[int, CellReport | None], failed: bool, unmatched: bool = False) -> None:
+    def update_health(
+        self,
+        reports: Mapping[int, CellReport | None],
+        failed: bool,
+        unmatched: bool = False,
+        is_reported: bool = False,
+    ) -> None:
         """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
 
         `healthy` becomes False if the process group must be rebuilt before its next use, and True if a cell has formed
         a fitting group. If the ranks have begun different numbers of collectives, the user is told, unless the cell has
-        `failed` or its user allows it (`unmatched`); if the collectives do not match, only unless the user allows it.
+        `failed` or its user allows it (`unmatched`). Collectives that do not match are reported, unless the user allows
+        them or has already been told (`is_reported`).
         """
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
         is_unknown = not present or len(present) < len(reports)
         if is_unknown or any(report["released"] for report in present.values()):
             self.healthy = False
+            if not is_unknown:  # a rank may have used wrong results before the others were aborted
+                self._steps.update({rank: report["begun"] for rank, report in present.items()})
+                self._report_different(signatures.find_different(self._steps.known(), size), unmatched or is_reported)
         elif all(report["state"] == "ours" for report in present.values()):
             self._equalize_group_counters([report["groups"] for report in present.values()])
             self._compare_steps({rank: report["begun"] for rank, report in present.items()}, failed, unmatched)

@@ -301,7 +301,7 @@ def without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _without_output_path(walked: list[tuple[FrameType, int]]) -> list[tuple[FrameType, int]]:
-    """Cut the innermost frames of ddip, ipykernel and zmq, which handle what a cell prints.
+    """Cut the innermost frames of ddip, ipykernel, traitlets and zmq, which handle what a cell prints.
 
     A cell that prints is mostly interrupted there, in code that the user has not called.
     """
@@ -310,7 +310,7 @@ def _without_output_path(walked: list[tuple[FrameType, int]]) -> list[tuple[Fram
         package = str(walked[i][0].f_globals.get("__name__")).partition(".")[0]
         if package in ("ddip", "ipykernel", "zmq"):
             end = i
-        elif package not in sys.stdlib_module_names:
+        elif package != "traitlets" and package not in sys.stdlib_module_names:
             break
     return walked[:end]
 
