@@ -291,3 +291,14 @@ def test_a_fork_after_an_abandoned_start_creates_no_file(tmp_path: Path, group: 
     child = warm.fork("ddip.rank.kernel.engine", imports=[], argv=[], env={"DDIP_OWNER": str(warm.pid)}, log=str(log))
     assert child.exit.result(30) == 0
     assert not log.exists()
+
+
+def test_ranks_do_not_finalize_objects_of_the_preload_process(group: ddip.Group) -> None:
+    group.run("import weakref\nassert not next(iter(weakref.finalize._registry)).atexit")
+
+
+@pytest.mark.grid
+def test_every_rank_of_many_runs_its_exit_functions(tmp_path: Path) -> None:
+    with ddip.Group(32) as group:
+        group.run(f"import atexit, pathlib\n_ = atexit.register(pathlib.Path({str(tmp_path)!r}, str(rank)).touch)")
+    assert len([*tmp_path.iterdir()]) == 32

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import ipyparallel
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 import tqdm
 import zmq
+from ipykernel import ipkernel
 from ipykernel.iostream import IOPubThread, OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelbase import Kernel
@@ -38,7 +40,7 @@ from ipyparallel.controller.hub import Hub
 from ipyparallel.engine import app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 from ipyparallel.error import unwrap_exception
-from IPython.core import ultratb
+from IPython.core import shellapp, ultratb
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.interactiveshell import InteractiveShell
 from torch._C._distributed_c10d import Backend, Work
@@ -208,6 +210,19 @@ def test_ipyparallel_adds_the_working_directory_where_ddip_removes_it() -> None:
 
 def test_python_runs_its_exit_functions_when_asked() -> None:
     assert callable(atexit._run_exitfuncs)
+    assert list(weakref.finalize._registry) is not None  # type: ignore[attr-defined]
+
+
+def test_ipykernel_and_ipython_list_modules_where_ddip_lists_none() -> None:
+    assert ipkernel.sys is shellapp.sys is sys
+    assert "self._kernel_modules = [" in inspect.getsource(IPythonKernel.__init__)
+    assert inspect.getsource(ipkernel).count("_kernel_modules") == 2  # its debugger gets them, and nothing else
+    assert "self.shell._sys_modules_keys = set(sys.modules.keys())" in inspect.getsource(shellapp)
+    assert "self._sys_modules_keys" in inspect.getsource(InteractiveShell.reset)
+
+
+def test_traitlets_configures_the_log_in_methods_that_ddip_replaces() -> None:
+    assert callable(app.IPEngine._configure_logging) and callable(app.IPEngine._log_default)
 
 
 def test_the_engine_creates_its_kernel_from_a_module_name() -> None:

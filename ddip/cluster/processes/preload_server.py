@@ -29,6 +29,7 @@ import os
 import signal
 import sys
 import traceback
+import weakref
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -143,6 +144,8 @@ class PreloadServer:
             self.say(refused=request["fork"], why=why)
             return False
         gc.freeze()
+        for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+            finalizer.atexit = False  # else each child would finalize the objects of this process at its end
         sys.stdout.flush()
         sys.stderr.flush()
         try:

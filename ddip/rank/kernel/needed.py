@@ -1,4 +1,4 @@
-"""Import early what a rank would otherwise import on first use: to send objects, show a traceback, complete a name.
+"""Import early what a rank would otherwise import later: to send objects, show a traceback, complete a name, or end.
 
 By then the notebook's folder is on ``sys.path``, and a file there could shadow any of these modules.
 """
@@ -28,6 +28,7 @@ for name in (
     "IPython.core.latex_symbols",
     "IPython.extensions.autoreload",
     "stack_data",
+    "tabulate",  # of torch, at the end of every process
 ):
     with contextlib.suppress(ImportError):  # another IPython may have no such module
         importlib.import_module(name)
