@@ -457,6 +457,11 @@ def test_the_next_cell_restores_the_standing_names(cells: ddip.Group, code: str)
     )
 
 
+def test_an_aggressive_reset_removes_only_modules_of_cells(cells: ddip.Group) -> None:
+    cells.run("import sys, types\nsys.modules['made_here'] = types.ModuleType('made_here')\n%reset -f --aggressive")
+    cells.run("import sys\nassert 'made_here' not in sys.modules and 'torch.distributed' in sys.modules")
+
+
 def test_a_standing_name_keeps_a_value_assigned_by_a_cell(cells: ddip.Group) -> None:
     cells.run("rank = 'mine'")
     cells.run("assert rank == 'mine'\ndel rank")

@@ -35,11 +35,13 @@ ENGINE = (
     "ddip.rank.kernel.engine_app",
     "ddip.rank.kernel.kernel",
     "ddip.rank.kernel.needed",
+    "ddip.rank.objects.iteration",
     "IPython.core.completerlib",
     "IPython.core.logger",
     "IPython.core.oinspect",
     "IPython.extensions.storemagic",
     "ipykernel.debugger",
+    "multiprocessing.forkserver",
     "tornado.platform.asyncio",
 )
 """Modules that the start of an engine would import."""

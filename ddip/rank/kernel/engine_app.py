@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -11,11 +12,14 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, TextIO
+from unittest import mock
 
+from ipykernel import ipkernel
 from ipyparallel.engine import app
-from traitlets import Type
+from IPython.core import shellapp
+from traitlets import Type, default
 from traitlets.config import Config
 from traitlets.config.loader import DeferredConfigString
 
@@ -24,6 +28,21 @@ from ddip.rank.kernel.kernel import RankKernel
 from ddip.rank.streams.streams import RankStream
 
 POLL_SECONDS = 0.005
+
+
+class _NoModules:
+    """A stand-in for ``sys`` that lists no modules, for code that would look at all of them.
+
+    There are thousands, and to look at a module copies the page that a forked rank shares with the preload process.
+    """
+
+    modules: dict[str, ModuleType] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(sys, name, value)
 
 
 class RankEngine(app.IPEngine):  # type: ignore[misc]
@@ -71,7 +90,6 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         app.Kernel = RankKernel  # a private name: ipyparallel has no setting for the kernel's class
         self.connection_info_env = self.connection_info
         super().initialize(argv)
-        self.log.setLevel(self.log_level)  # else traitlets builds records of messages that no handler wants
 
     def parse_command_line(self, argv: Sequence[str] | None = None) -> None:
         """Parse ``--Class.trait=value``, the only form that ``cluster/ipyparallel/launchers.py`` uses.
@@ -85,6 +103,19 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
             config[owner][trait] = DeferredConfigString(value)
         self.cli_config = deepcopy(config)
         self.update_config(config)
+
+    @default("log")
+    def _log_default(self) -> logging.Logger:
+        """Return a logger that writes to stderr, and that no other code finds by its name.
+
+        traitlets would configure logging nine times, and each time visit the loggers of all libraries.
+        """
+        log = logging.Logger(type(self).__name__, self.log_level)
+        log.addHandler(logging.StreamHandler())
+        return log
+
+    def _configure_logging(self) -> None:
+        """Do nothing; `_log_default` does."""
 
     def find_connection_file(self) -> None:
         """Wait for the controller's connection file, polling it more often than ipyparallel does."""
@@ -132,7 +163,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         Writes an error to `start_log` before raising it.
         """
         try:
-            await super().complete_registration(msg, connect, maybe_tunnel)
+            with mock.patch.object(ipkernel, "sys", _NoModules()), mock.patch.object(shellapp, "sys", _NoModules()):
+                await super().complete_registration(msg, connect, maybe_tunnel)
         except Exception:
             traceback.print_exc(file=self.start_log)
             self.start_log.flush()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import time
 import traceback
@@ -75,6 +76,8 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     display_pub_class = Type(RankDisplay)
     is_rank = True
     """Marker by which ddip recognizes that it is loaded on a rank."""
+    _kept_modules = 0
+    """Number of modules that were imported before the first cell."""
     raised_at = 0.0
     """Time at which the cell raised, on ``time.time``: formatting its traceback takes longer on some ranks."""
     raised: BaseException | None = None
@@ -132,6 +135,15 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
     def ask_exit(self) -> NoReturn:
         """End the cell, but not the rank, when it calls ``exit`` or ``quit``, as ``sys.exit()`` does."""
         raise SystemExit
+
+    @property
+    def _sys_modules_keys(self) -> set[str]:
+        """The names of modules that ``%reset --aggressive`` keeps: those imported before the first cell."""
+        return set(itertools.islice(sys.modules, self._kept_modules))
+
+    @_sys_modules_keys.setter
+    def _sys_modules_keys(self, names: set[str]) -> None:
+        self._kept_modules = len(sys.modules)
 
     def begin_cell(self) -> None:
         """Drop the errors of the last cell, and the outputs that IPython keeps for ``%notebook``."""
