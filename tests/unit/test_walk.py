@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import importlib
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddip.rank.inspection import kinds
 from ddip.rank.inspection import walk as walks
 from ddip.rank.inspection.walk import Walk
 
@@ -147,3 +150,25 @@ def test_generators_of_numpy_that_differ_are_found(generator: Any, kind: str) ->
         assert values[0] == values[1]
         other.bytes(4)
         assert Walk({"it": other}, process_wide=False).finish().values["it"] != values[0]
+
+
+def test_users_modules_are_found_in_any_order_of_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = [f"users_module_{number}" for number in range(100)]
+    for name in names:
+        (tmp_path / f"{name}.py").touch()
+    for imported in (names[:1], names[:1], names[1:90], names[90:]):  # also more than are looked at first
+        for name in imported:
+            importlib.import_module(name)
+        found = [name for name, _ in kinds.user_modules() if name in names]
+        assert found == sorted(name for name in names if name in sys.modules)
+    for removed in (names[-1:], names[50:]):  # with the newest one, and with others
+        for name in removed:
+            sys.modules.pop(name, None)
+        assert [name for name, _ in kinds.user_modules() if name in names] == sorted(
+            n for n in names if n in sys.modules
+        )
+    importlib.import_module(names[70])
+    assert names[70] in dict(kinds.user_modules())
+    for name in names:
+        sys.modules.pop(name, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import enum
+import itertools
 import mmap
+import os
 import pathlib
 import random
 import re
@@ -298,21 +300,35 @@ def process_wide() -> list[tuple[str, Any]]:
     return found
 
 
-_user_module_cache: dict[str, bool] = {}
-"""Cache of `is_user_module` by module name, as there are thousands of modules."""
+_user_modules: set[str] = set()
+"""Names of the modules that the user wrote, among those that `_judge_new_modules` has looked at."""
+_newest_judged = ""
+"""Name of the newest module that it has looked at."""
+
+
+def _judge_new_modules() -> None:
+    """Find the user's modules among those imported since the last call; ``sys.modules`` is in the order of imports.
+
+    Called before each fork: then a new rank does not look at the thousands of modules of the preload process, which
+    would copy the pages that they are on.
+    """
+    global _newest_judged
+    names, count = list[str](), 8
+    while len(names) < len(sys.modules) and _newest_judged not in names:
+        names = list(itertools.islice(reversed(sys.modules), count))  # in one step, while no other thread imports
+        count *= 8
+    new = names[: names.index(_newest_judged)] if _newest_judged in names else names
+    _user_modules.update(n for n in new if n not in ("__main__", "__mp_main__") and is_user_module(n))
+    _newest_judged = names[0]
+
+
+os.register_at_fork(before=_judge_new_modules)
 
 
 def user_modules() -> list[tuple[str, types.ModuleType]]:
     """Return the imported modules that the user wrote, as pairs of name and module, sorted by name."""
-    names = list(sys.modules)
-    if len(_user_module_cache) != len(names):
-        for name in set(names).difference(_user_module_cache):
-            _user_module_cache[name] = name not in ("__main__", "__mp_main__") and is_user_module(name)
-    return [
-        (name, sys.modules[name])
-        for name in sorted(n for n, users in _user_module_cache.items() if users)
-        if name in sys.modules
-    ]
+    _judge_new_modules()
+    return [(name, sys.modules[name]) for name in sorted(_user_modules) if name in sys.modules]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
