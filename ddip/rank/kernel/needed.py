@@ -12,6 +12,7 @@ import importlib
 
 import cloudpickle
 import pygments.formatters.terminal256  # type: ignore[import-untyped]
+import threadpoolctl
 import torch.distributed as dist
 
 from ddip.protocol import compat_ipyparallel, dump
@@ -34,3 +35,4 @@ for name in (
         importlib.import_module(name)
 
 dist.BackendConfig(dist.Backend("cpu:gloo,cuda:nccl"))  # torch searches all installed packages for each backend
+threadpoolctl.threadpool_info()  # it resolves the paths of all loaded libraries, once
