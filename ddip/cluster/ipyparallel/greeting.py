@@ -43,19 +43,21 @@ def wait_for(
 def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
     """Use every channel of every engine until it answers, and return the hellos in order.
 
-    `check` as in `wait_for`. Messages are repeated, since a router drops what it receives before the engine has
-    connected to it.
+    `check` as in `wait_for`. Messages are repeated once no answers arrive, since a router drops what it receives before
+    the engine has connected to it.
     """
     hellos: dict[int, Hello] = {}
     listening: set[int] = set()
-    interval = 0.05
+    interval = 0.1
     while len(hellos) < len(engines) or len(listening) < len(engines):
         hello_requests = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
         pings = {_ping_engine(client, engine): engine for engine in engines if engine not in listening}
-        done, _ = concurrent.futures.wait([*hello_requests, *pings], timeout=interval)
-        hellos.update((hello_requests[answer], answer.result()["ok"]) for answer in done if answer in hello_requests)
-        listening.update(pings[answer] for answer in done if answer in pings)
-        check({*engines} - ({*hellos} & listening))
+        waiting = arrived = {*hello_requests, *pings}
+        while waiting and arrived:
+            arrived, waiting = concurrent.futures.wait(waiting, timeout=interval)
+            hellos.update((hello_requests[one], one.result()["ok"]) for one in arrived if one in hello_requests)
+            listening.update(pings[one] for one in arrived if one in pings)
+            check({*engines} - ({*hellos} & listening))
         interval = min(2 * interval, 1)
     return [hellos[engine] for engine in engines]
 
