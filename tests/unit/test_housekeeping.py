@@ -11,6 +11,7 @@ from ddip.rank.runtime import housekeeping, process_settings
 @pytest.mark.parametrize(("took", "seconds"), [(0.0, 0.02), (0.001, 0.02), (0.07, 0.35), (5.0, 0.5)])
 def test_a_slow_garbage_collection_waits_until_no_cell_is_likely(took: float, seconds: float) -> None:
     assert housekeeping.rest_after(took) == pytest.approx(seconds)
+    assert housekeeping.rest_after(took, ranks_per_core=32.0) == pytest.approx(0.64)
 
 
 @pytest.mark.parametrize("setting", ["MALLOC_TRIM_THRESHOLD_=131072", "DDIP_NATIVE_HEAP=0"])

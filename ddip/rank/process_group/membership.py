@@ -114,6 +114,7 @@ def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
         sys.argv[:] = [""]
     cells.threads = rank_spec.threads
     cells.collect = rank_spec.collect
+    cells.ranks_per_core = max(1.0, rank_spec.local_world_size / (os.cpu_count() or 1))
     device = torch.device(rank_spec.device)
     gpu.use(device)
     try:

@@ -52,6 +52,8 @@ class Cells:
 
     def __init__(self) -> None:
         self.collect = True
+        self.ranks_per_core = 1.0
+        """Number of ranks of this host that share a core; at least 1."""
         self.threads: int | None = None
         """Thread count to set when the next cell begins, on the main thread because OpenMP settings are per thread."""
         self.collections = 0
@@ -121,7 +123,10 @@ class Cells:
             self.seconds = time.perf_counter() - self._started
         self._started = None
         self._error = error
-        self._pending = asyncio.get_running_loop().call_later(rest_after(self._collection_seconds), self.tidy)
+        self._pending = asyncio.get_running_loop().call_later(self._rest_seconds(), self.tidy)
+
+    def _rest_seconds(self) -> float:
+        return rest_after(self._collection_seconds, self.ranks_per_core)
 
     def tidy(self) -> None:
         """Clean up after a cell: free the frames of its error, collect garbage, empty caches.
@@ -176,9 +181,12 @@ class Cells:
         gpu.tidy(empty=self.collect)
 
 
-def rest_after(took: float) -> float:
-    """Return the seconds from a cell's end to its collection, if the last collection `took` that many."""
-    return max(ANSWER_LEAVES_WITHIN, min(REST * took, LONGEST_REST))
+def rest_after(took: float, ranks_per_core: float = 1.0) -> float:
+    """Return the seconds from a cell's end to its collection, if the last collection `took` that many.
+
+    If ranks share cores, the answers of all of them must have left first.
+    """
+    return max(ANSWER_LEAVES_WITHIN * ranks_per_core, min(REST * took, LONGEST_REST))
 
 
 def collect_garbage() -> None:
