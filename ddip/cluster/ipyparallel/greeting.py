@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,9 @@ from ddip.cluster.cluster_api import Recipient
 from ddip.cluster.ipp_private import RankClient
 from ddip.protocol import on_rank
 from ddip.protocol.reports import Hello
+
+MANY_PER_CORE = 4
+"""Number of engines per core above which their answers take longer than the first repetition."""
 
 
 def wait_for(
@@ -43,12 +47,13 @@ def wait_for(
 def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
     """Use every channel of every engine until it answers, and return the hellos in order.
 
-    `check` as in `wait_for`. Messages are repeated once no answers arrive, since a router drops what it receives before
-    the engine has connected to it.
+    `check` as in `wait_for`. Messages are repeated, since a router drops what it receives before the engine has
+    connected to it; if many engines share the cores, only once no more answers arrive.
     """
     hellos: dict[int, Hello] = {}
     listening: set[int] = set()
-    interval = 0.1
+    are_many = len(engines) > MANY_PER_CORE * (os.cpu_count() or 1)
+    interval = 0.1 if are_many else 0.05
     while len(hellos) < len(engines) or len(listening) < len(engines):
         hello_requests = {_request_hello(client, engine): engine for engine in engines if engine not in hellos}
         pings = {_ping_engine(client, engine): engine for engine in engines if engine not in listening}
@@ -58,6 +63,8 @@ def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[
             hellos.update((hello_requests[one], one.result()["ok"]) for one in arrived if one in hello_requests)
             listening.update(pings[one] for one in arrived if one in pings)
             check({*engines} - ({*hellos} & listening))
+            if not are_many:
+                break
         interval = min(2 * interval, 1)
     return [hellos[engine] for engine in engines]
 

@@ -144,7 +144,7 @@ class PreloadServer:
             self.say(refused=request["fork"], why=why)
             return False
         gc.freeze()
-        for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        for finalizer in getattr(weakref.finalize, "_registry", ()):
             finalizer.atexit = False  # else each child would finalize the objects of this process at its end
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,16 @@ class _NoModules:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(sys, name, value)
+
+
+@contextlib.contextmanager
+def _hiding_modules() -> Iterator[None]:
+    """Let ipykernel and IPython see no modules, if they look at them as they do in the tested versions."""
+    with contextlib.ExitStack() as until_started:
+        for module in (ipkernel, shellapp):
+            if hasattr(module, "sys"):
+                until_started.enter_context(mock.patch.object(module, "sys", _NoModules()))
+        yield
 
 
 class RankEngine(app.IPEngine):  # type: ignore[misc]
@@ -163,7 +174,7 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
         Writes an error to `start_log` before raising it.
         """
         try:
-            with mock.patch.object(ipkernel, "sys", _NoModules()), mock.patch.object(shellapp, "sys", _NoModules()):
+            with _hiding_modules():
                 await super().complete_registration(msg, connect, maybe_tunnel)
         except Exception:
             traceback.print_exc(file=self.start_log)

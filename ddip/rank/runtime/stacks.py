@@ -83,8 +83,11 @@ def cell_files() -> dict[str, int]:
     return getattr(shell.compile, "_filename_map", {}) if shell else {}
 
 
-def use_cell_files(files: dict[str, int]) -> None:
-    """Let `cell_files` return `files` from now on: those of this rank's only shell, whose search takes 1 µs."""
+def use_cell_files(files: dict[str, int] | None) -> None:
+    """Let `cell_files` return `files` from now on: those of this rank's only shell, whose search takes 1 µs.
+
+    None: a release of IPython has no such table; it is searched each time.
+    """
     global _files_of_rank
     _files_of_rank = files
 
