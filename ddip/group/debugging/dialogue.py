@@ -75,6 +75,8 @@ class Dialogue:
         """The rank to which typed lines go."""
         self._answered: set[int] = set()
         """The ranks that were answered last, and may ask again at once."""
+        self._stepping: set[int] = set()
+        """Those of them whose debugger has received another command than to continue."""
         self._since = 0.0
         """Start of the wait for further questions, on ``time.monotonic``; 0.0: none has begun."""
         self._is_introduced = False
@@ -101,6 +103,8 @@ class Dialogue:
         """
         waiting = self._cell.questions.by_rank
         self._since = 0.0
+        if not waiting:  # the thread of a background cell may have withdrawn them
+            return
         self._select_current(waiting)
         self._print_texts(waiting)
         assert self._current is not None
@@ -128,12 +132,9 @@ class Dialogue:
                 else:
                     break
 
-    _last_line = ""
-    """The last line that was sent to ranks."""
-
     def _is_stepping(self) -> bool:
-        """Return whether an answered rank will soon ask again: it was not told to continue."""
-        return bool(self._answered) and self._last_line.strip() not in CONTINUE
+        """Return whether a rank that has received a command to its debugger, other than to continue, will ask again."""
+        return not self._stepping.isdisjoint(self._cell.unfinished)
 
     def _select_current(self, waiting: dict[int, OpenQuestion]) -> None:
         if self._current in waiting:
@@ -166,7 +167,7 @@ class Dialogue:
         count, asked = self._cell.world_size, question.asked
         if asked["is_command"]:
             where = f", {asked['place']}" if asked["place"] else ""
-            return f"rank {question.rank} of {count}{where} (Pdb) "
+            return f"rank {question.rank} of {count}{where} {asked['prompt']}"
         return asked["prompt"] if count == 1 else f"rank {question.rank}: {asked['prompt']}"
 
     def _act_on(self, line: str, waiting: dict[int, OpenQuestion]) -> None:
@@ -206,7 +207,8 @@ class Dialogue:
     def _answer(self, questions: Collection[OpenQuestion], text: str | None) -> None:
         questions = list(questions)
         self._answered = {question.rank for question in questions}
-        self._last_line = text or ""
+        goes_on = (text or "").strip() in CONTINUE
+        self._stepping = {each.rank for each in questions if each.asked["is_command"] and not goes_on}
         for question in questions:
             self._cell.answer(question, text)
 
@@ -216,7 +218,8 @@ class _Reader:
 
     def __init__(self, cell: AskingCell, question: OpenQuestion, follow: Callable[[], object] | None) -> None:
         self._cell, self._question, self._follow = cell, question, follow
-        self._is_reading = False
+        self._may_raise = False
+        """True while SIGINT raises KeyboardInterrupt, which ends the prompt."""
         self._is_done = threading.Event()
         self._error: BaseException | None = None
         self.is_withdrawn = False
@@ -232,17 +235,13 @@ class _Reader:
         former = signal.signal(signal.SIGINT, self._handle_interrupt)
         context = contextvars.copy_context()
         watcher = threading.Thread(target=context.run, args=(self._watch,), name="ddip-prompt", daemon=True)
-        watcher.start()
         line: str | None = None
         try:
-            self._is_reading = True
-            line = (getpass.getpass if self._question.asked["is_password"] else input)(prompt)
-        except EOFError:
+            watcher.start()
+            line = self._read_line(prompt)
+        except KeyboardInterrupt:  # which is raised at most once, and here because it may end `_read_line` anywhere
             pass
-        except KeyboardInterrupt:
-            self.is_interrupted = not self.is_withdrawn
         finally:
-            self._is_reading = False
             self._is_done.set()
             watcher.join()
             signal.signal(signal.SIGINT, former)
@@ -250,11 +249,23 @@ class _Reader:
             raise self._error
         return line
 
+    def _read_line(self, prompt: str) -> str | None:
+        self._may_raise = True
+        try:
+            if self.is_withdrawn or self.is_interrupted:  # before the prompt could be interrupted
+                return None
+            return (getpass.getpass if self._question.asked["is_password"] else input)(prompt)
+        except EOFError:
+            return None
+        finally:
+            self._may_raise = False
+
     def _handle_interrupt(self, number: int, frame: object) -> None:
-        if self._is_reading:
-            raise KeyboardInterrupt
         if not self.is_withdrawn:
             self.is_interrupted = True
+        if self._may_raise:
+            self._may_raise = False
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Follow the cell until the line has been read; withdraw the question if its rank no longer waits."""
