@@ -547,10 +547,10 @@ class RunningCell:
 
     def converse(self) -> None:
         """Ask the user for the answers that ranks of a background cell wait for."""
-        self._dialogue.converse(lambda: not self.unfinished)
+        self._dialogue.converse(self.cell.done.done)
 
     def _note_question(self, question: OpenQuestion) -> None:
-        if self._state.stopped_at is None:
+        if self._state.stopped_at is None and question.rank in self._state.running:  # else the rank waits no longer
             self.questions.add(question)
             if self.cell.background:
                 self._notices.report_question(question, self.cell.number)
