@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -35,6 +36,8 @@ def assert_same(one, other):
     for mine, theirs in zip([*one[1], *one[2], one[3]], [*other[1], *other[2], other[3]], strict=True):
         assert torch.equal(mine, theirs)
 """
+LEAVE_BREAKPOINT = ["all n"] * (sys.version_info >= (3, 13))
+"""Commands that leave the line of ``breakpoint()`` itself, at which newer Pythons stop."""
 PROOF = "%%dip\nproof = torch.ones(2) * rank\ndist.all_reduce(proof)\nassert proof.tolist() == [3, 3], proof"
 
 
@@ -76,9 +79,10 @@ def test_training_goes_on_after_steps_in_the_debugger(debugged: Notebook) -> Non
 def test_commands_reach_one_rank_or_all(debugged: Notebook) -> None:
     cell = "%%dip\nbreakpoint()\na = rank * 2\nb = a + 1"
     answers = ["all n", "p a + 100", "all p a + 100", "rank 2", "p a + 200", "rank 7", "ranks", "all", "c all"]
-    seen = debugged.converse(cell, *answers)
+    seen = debugged.converse(cell, *LEAVE_BREAKPOINT, *answers)
     assert seen.shown.status == "ok"
-    assert [prompt.split(",")[0] for prompt in seen.prompts] == ["rank 0 of 3"] * 4 + ["rank 2 of 3"] * 5
+    prompts = seen.prompts[len(LEAVE_BREAKPOINT) :]
+    assert [prompt.split(",")[0] for prompt in prompts] == ["rank 0 of 3"] * 4 + ["rank 2 of 3"] * 5
     assert "[rank 0]\n100\n[rank 1]\n102\n[rank 2]\n104\n" in seen.text
     assert "204\n" in seen.text
     assert "ddip: rank 7 has not stopped; type rank N with one of ranks 0-2" in seen.text
@@ -88,10 +92,11 @@ def test_commands_reach_one_rank_or_all(debugged: Notebook) -> None:
 
 def test_one_rank_steps_over_a_collective_of_all(debugged: Notebook) -> None:
     cell = "%%dip\nx = torch.ones(1)\nbreakpoint()\ndist.all_reduce(x)\ny = x + rank"
-    seen = debugged.converse(cell, "n", "n", "n", "all p x.item()", "c all")
+    seen = debugged.converse(cell, *LEAVE_BREAKPOINT, "n", "n", "n", "all p x.item()", "c all")
     assert seen.shown.status == "ok", seen.shown.message
     assert "3.0" in seen.text
-    assert [prompt.split(",")[0] for prompt in seen.prompts[:3]] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    prompts = seen.prompts[len(LEAVE_BREAKPOINT) :]
+    assert [prompt.split(",")[0] for prompt in prompts[:3]] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
     assert "ddip: rank 0 continues; the prompt is rank 1's" in seen.text
 
 
@@ -151,15 +156,35 @@ def test_the_prompt_ends_when_its_rank_ends(debugged: Notebook) -> None:
 
 
 def test_a_background_cell_waits_for_dipdebug(debugged: Notebook) -> None:
-    cell = "%%dip --bg\nfor i in range(3):\n    if rank == 1 and i == 1: breakpoint()\n    dist.barrier()"
+    cell = "%%dip --bg\nfor i in range(3):\n    if rank == 1 and i == 1:\n        breakpoint()\n    dist.barrier()"
     begun = debugged.begin(cell, allow_stdin=True)
     number = debugged.finish(begun).number
-    debugged.late(begun, f"rank 1 has stopped in the debugger at cell [{number}] line 3; %dipdebug {number} opens the")
+    line = 3 if LEAVE_BREAKPOINT else 4
+    debugged.late(begun, f"rank 1 has stopped in the debugger at cell [{number}] line {line}; %dipdebug {number} opens")
     assert debugged.fails("%dipdebug 1").error == "BadInput"
     seen = debugged.converse("%dipdebug", "p i + 70", "n", "c")
     assert (seen.shown.status, len(seen.prompts)) == ("ok", 3)
     assert "71\n" in seen.text
     debugged.ok("%dipwait")
+
+
+def test_an_answered_background_cell_leaves_the_prompt(debugged: Notebook) -> None:
+    begun = debugged.begin("%%dip --bg -r 1\nimport time\nanswer = input('?')\ntime.sleep(60)", allow_stdin=True)
+    number = debugged.finish(begun).number
+    debugged.late(begun, "rank 1 asks: ?")
+    seen = debugged.converse("%dipdebug", "yes", timeout=20)
+    assert (seen.shown.status, seen.prompts) == ("ok", ["rank 1: ?"])
+    debugged.ok(f"%dipstop {number}")
+    debugged.ok("%%dip -r 1\nassert answer == 'yes'")
+
+
+@pytest.mark.parametrize("how", ["kept", "%pdb on"])
+def test_an_error_without_frames_opens_no_prompt(debugged: Notebook, how: str) -> None:
+    debugged.ok("%config DipMagics.keep_frames = True" if how == "kept" else "%%dip\n%pdb on")
+    seen = debugged.converse("%%dip -r 1\n1 +")
+    assert (seen.prompts, "SyntaxError" in seen.shown.message) == ([], True)
+    assert "no frames to debug" in debugged.converse("%dipdebug").shown.message
+    debugged.ok("%config DipMagics.keep_frames = False" if how == "kept" else "%%dip\n%pdb off")
 
 
 def test_frames_of_an_error_are_kept_on_request(debugged: Notebook) -> None:
@@ -237,6 +262,21 @@ def test_breakpoints_stop_anywhere_in_users_code(debugged: Notebook, code: str) 
     seen = debugged.converse(f"%%dip -r 2\n{code}", "p 7 * 191", "c")
     assert (seen.shown.status, len(seen.prompts)) == ("ok", 2), seen
     assert "1337" in seen.text
+
+
+def test_steps_below_a_cell_magic_stay_in_the_cell(debugged: Notebook) -> None:
+    cell = "%%dip -r 1\n%%capture out\nprint(1)\nbreakpoint()\na = 1\nb = 2"
+    seen = debugged.converse(cell, *LEAVE_BREAKPOINT, "n", "c")
+    assert seen.shown.status == "ok"
+    places = [re.findall(r"cell \[\d+\] line (\d)", prompt) for prompt in seen.prompts]
+    assert places[len(LEAVE_BREAKPOINT) :] == [["3"], ["4"]], seen.prompts
+
+
+def test_the_prompt_of_a_list_of_commands(debugged: Notebook) -> None:
+    cell = "%%dip -r 1\nbreakpoint()\na = 1\nfor k in range(5):\n    b = k\nc = 3"
+    seen = debugged.converse(cell, "b 4, k == 3", "commands", "p k + 1000", "end", "c", "c")
+    assert (seen.shown.status, [prompt[-6:] for prompt in seen.prompts[2:4]]) == ("ok", ["(com) "] * 2)
+    assert "\n1003\n" in seen.text
 
 
 def test_a_forked_worker_names_what_to_change(debugged: Notebook) -> None:

@@ -41,6 +41,9 @@ ENGINE_MODULES = ("ddip.rank.", "IPython.core.", "ipykernel.", "traitlets.")
 """Beginnings of the names of modules in which the debugger does not stop."""
 OUTPUT_MODULES = ("ddip.rank.streams.", "IPython.core.displayhook")
 """Beginnings of the names of modules that show output; the debugger does not stop in what they call, either."""
+STATEMENT_LOOP = ("run_cell_async", "run_ast_nodes", "run_code", "_run_cell", "run_cell")
+"""Functions of IPython that run the statements of a cell; what they call in between is not users' code. They run inside
+a cell, too, for magics such as ``%%capture``."""
 ORIGINAL_CLASSES = pdb.Pdb, ipython_debugger.Pdb
 
 
@@ -131,7 +134,10 @@ def _is_users(frame: FrameType | None) -> bool:
     if frame is None or frame.f_globals.get("__name__", "").startswith(ENGINE_MODULES):
         return False
     while frame is not None and stacks.cell_number(frame.f_code) is None:
-        if frame.f_globals.get("__name__", "").startswith(OUTPUT_MODULES):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(OUTPUT_MODULES):
+            return False
+        if module == "IPython.core.interactiveshell" and frame.f_code.co_name in STATEMENT_LOOP:
             return False
         frame = frame.f_back
     return frame is not None
@@ -167,12 +173,14 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
 
 
 def debug_error(error: BaseException) -> None:
-    """Open the debugger at the frame in which `error` was raised."""
+    """Open the debugger at the frame in which `error` was raised; do nothing if no line has run, as with bad syntax."""
     ensure_answerable()
+    trace = tracebacks.without_ours(error.__traceback__)
+    if trace is None:
+        return
     debugger = RankDebugger()
     debugger.is_post_mortem = True
     debugger.reset()
-    trace = tracebacks.without_ours(error.__traceback__)
     debugger.interaction(None, error.with_traceback(trace) if sys.version_info >= (3, 13) else trace)
 
 
@@ -193,6 +201,10 @@ def forget_debuggers() -> None:
             del frame.f_trace
     if _is_debuggers(sys.gettrace()):
         sys.settrace(None)
+    last = getattr(pdb.Pdb, "_last_pdb_instance", None)
+    if last is not None:  # since Python 3.14, which traces with sys.monitoring, too
+        last.stop_trace()
+        pdb.Pdb._last_pdb_instance = None  # type: ignore[attr-defined]
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -42,6 +42,7 @@ NOTHING_TO_DEBUG = (
     "the last cell has left no error to debug on this rank; %pdb on in a %%dip cell opens the debugger at an error, "
     "and %config DipMagics.keep_frames = True keeps errors for %dipdebug"
 )
+NO_FRAMES = "the last cell has ended with {name} before its first line, so there are no frames to debug"
 ShownBy: TypeAlias = Literal["cell", "magic", "caught", "display"]
 
 
@@ -109,6 +110,8 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
             return
         if cells.kept_error is None:
             raise UsageError(NOTHING_TO_DEBUG)
+        if tracebacks.without_ours(cells.kept_error.__traceback__) is None:
+            raise UsageError(NO_FRAMES.format(name=type(cells.kept_error).__name__))
         rank_debugger.debug_error(cells.kept_error)
 
     def _update_code_co_name(self, code: CodeType) -> CodeType:
