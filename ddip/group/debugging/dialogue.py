@@ -238,9 +238,11 @@ class _Reader:
             self._is_reading = True
             line = (getpass.getpass if self._question.asked["is_password"] else input)(prompt)
         except EOFError:
-            pass
+            print()  # the cursor is still after the prompt
         except KeyboardInterrupt:
             self.is_interrupted = not self.is_withdrawn
+            if getattr(get_ipython(), "kernel", None) is None:
+                print()
         finally:
             self._is_reading = False
             self._is_done.set()
