@@ -38,7 +38,7 @@ NO_DEBUGGER = (
     "%dipull gets its variables"
 )
 COMPILED = (
-    "torch.compile has compiled this function, so only its arguments are visible, and n and s continue; call "
+    "ddip: torch.compile has compiled this function: only its arguments are visible, and n and s continue; call "
     'torch.compiler.set_stance("force_eager") before it, and it runs uncompiled, line by line'
 )
 COMPILED_NAMES = ("__resume_at_", "__compiled_fn_")
