@@ -22,7 +22,7 @@ from .test_headless import CONSOLE, Console, Terminal
 CELLS = {
     "start": "%load_ext ddip\n%config DipMagics.report_after = 10\n%makedip -n 3",
     "steps": (
-        "%%dip\nimport torch, torch.distributed as dist\nx = torch.ones(2) * rank\nprint('before', rank)\n"
+        "%%dip -S all\nimport torch, torch.distributed as dist\nx = torch.ones(2) * rank\nprint('before', rank)\n"
         "if rank == 1:\n    breakpoint()\n    y = x + 1\n    z = y * 2\ndist.all_reduce(x)\nprint('sum', x.tolist())"
     ),
     "stop": "%%dip\nkept = rank\nif rank == 1: breakpoint()\ndist.all_reduce(x)\nlate = 1",
@@ -55,9 +55,10 @@ class InputBox:
 
     def type(self, line: str) -> None:
         """Type a line, and wait until the page has taken it."""
-        self._box.fill(line)
-        self._box.press("Enter")
-        wait_for(lambda: line in self._lab.text(NUMBER[self._name]), f"the typed line {line}")
+        box = self._box.element_handle()
+        box.fill(line)
+        box.press("Enter")
+        wait_for(lambda: not box.evaluate("box => box.isConnected && !box.disabled"), "the page to take the line")
 
 
 def test_a_person_steps_through_a_rank_in_jupyterlab(notebook: Lab) -> None:
@@ -75,6 +76,7 @@ def test_a_person_steps_through_a_rank_in_jupyterlab(notebook: Lab) -> None:
     if folder := os.environ.get("PICTURES"):
         notebook.picture(notebook.output(NUMBER["steps"]), Path(folder) / "steps.png")
     assert lines[-1] > lines[0]
+    assert notebook.output(NUMBER["steps"]).locator("label.ddip-rank").count() == 3
     assert text.index("before 0") < text.index("tensor([1., 1.])") < text.index("tensor([4., 4.])"), text
     assert "ranks 0, 2: all_reduce" in text
 
