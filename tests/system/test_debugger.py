@@ -90,6 +90,19 @@ def test_stop_at_the_prompt_ends_the_cell(notebook: Lab) -> None:
     assert notebook.run(NUMBER["after"]).strip().endswith("kept 0 False")
 
 
+def test_notebook_7_asks_below_the_cell(notebook: Lab) -> None:
+    notebook.page.goto(f"{notebook.url}/notebooks/debugged.ipynb")
+    notebook.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
+    notebook.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
+    notebook.begin(NUMBER["stop"])
+    box = InputBox(notebook, "stop")
+    for line in ("p rank + 40", "c"):
+        assert box.wait_for_prompt().startswith("rank 1 of 3, cell [")
+        box.type(line)
+    notebook.finish(NUMBER["stop"])
+    assert "\n41\n" in notebook.text(NUMBER["stop"])
+
+
 # -- terminals
 
 
