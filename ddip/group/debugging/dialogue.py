@@ -240,7 +240,8 @@ class _Reader:
             watcher.start()
             line = self._read_line(prompt)
         except KeyboardInterrupt:  # which is raised at most once, and here because it may end `_read_line` anywhere
-            pass
+            if getattr(get_ipython(), "kernel", None) is None:
+                print()  # the cursor is still after the prompt
         finally:
             self._is_done.set()
             watcher.join()
@@ -256,6 +257,7 @@ class _Reader:
                 return None
             return (getpass.getpass if self._question.asked["is_password"] else input)(prompt)
         except EOFError:
+            print()  # the cursor is still after the prompt
             return None
         finally:
             self._may_raise = False

@@ -37,6 +37,12 @@ NO_DEBUGGER = (
     "no one can answer a debugger here (a notebook that runs without stdin); %dipstack shows where each rank is, and "
     "%dipull gets its variables"
 )
+COMPILED = (
+    "ddip: torch.compile has compiled this function: only its arguments are visible, and n and s continue; call "
+    'torch.compiler.set_stance("force_eager") before it, and it runs uncompiled, line by line'
+)
+COMPILED_NAMES = ("__resume_at_", "__compiled_fn_")
+"""Beginnings of the names that torch.compile adds to the code of a function."""
 ENGINE_MODULES = ("ddip.rank.", "IPython.core.", "ipykernel.", "traitlets.")
 """Beginnings of the names of modules in which the debugger does not stop."""
 OUTPUT_MODULES = ("ddip.rank.streams.", "IPython.core.displayhook")
@@ -86,7 +92,13 @@ class RankDebugger(InterruptiblePdb):
     def set_trace(self, frame: FrameType | None = None, **kwargs: Any) -> None:
         """Stop at the next line of `frame`, by default the caller's; raises UsageError if no one can answer."""
         ensure_answerable()
-        super().set_trace(sys._getframe().f_back if frame is None else frame, **kwargs)
+        frame = _skip_own_frames(frame or sys._getframe())
+        if _is_compiled(frame):
+            self.message(COMPILED)
+            self.reset()
+            sys.modules["torch"].compiler.disable(self.interaction)(frame, None)
+        else:
+            super().set_trace(frame, **kwargs)
 
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether to stop in `frame`: only in code that a cell has called."""
@@ -143,6 +155,18 @@ def _is_users(frame: FrameType | None) -> bool:
     return frame is not None
 
 
+def _skip_own_frames(frame: FrameType | None) -> FrameType | None:
+    """Return the first frame, from `frame` outwards, that is not of this module; torch.compile splits functions."""
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    return frame
+
+
+def _is_compiled(frame: FrameType | None) -> bool:
+    """Return whether `frame` runs code that torch.compile has written."""
+    return frame is not None and any(name.startswith(COMPILED_NAMES) for name in frame.f_code.co_names)
+
+
 def _ends_cell(code: CodeType) -> bool:
     """Return whether `code`, a top-level statement of a cell, is the last one of the cell."""
     last = max((line for *_, line in code.co_lines() if line is not None), default=0)
@@ -169,7 +193,7 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
     debugger = RankDebugger()
     if header is not None:
         debugger.message(header)
-    debugger.set_trace(sys._getframe().f_back)
+    debugger.set_trace()
 
 
 def debug_error(error: BaseException) -> None:
