@@ -14,6 +14,7 @@ these, and ``ranks.py`` sends them.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from ddip.group.profiling.profile import Profiling, folder_for
 from ddip.group.watching import peek, vitals
 from ddip.group.watching.peek import SECONDS
 from ddip.group.watching.vitals import PERIOD
-from ddip.output.area import notify
+from ddip.output.area import inform, notify
 from ddip.output.cells.background_page import BackgroundOutput, Differing
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
@@ -76,6 +77,12 @@ STACK_SECONDS = 1.0
 DEBUG = "%debug"
 """The cell that opens the debugger at the kept error of a rank."""
 DIPDEBUG = "%dipdebug"
+KEEP_FRAMES = (
+    "type %config DipMagics.keep_frames = True, and run the cell again; %pdb on in a %%dip cell opens the debugger at "
+    "once"
+)
+END_SECONDS = 5.0
+"""Time for a background cell to end after it was stopped at its prompt."""
 ASKING = "asking the ranks was interrupted"
 
 
@@ -558,17 +565,32 @@ class Group:
             If the rank has not kept the frames of its error.
         """
         running = self._parts.cells.find_asking(number)
-        if running is not None and rank is None:
-            running.converse()
+        if running is not None:
+            self._converse(running, rank)
             return
         cell = next((cell for cell in reversed(self.cells) if cell.code.strip() != DEBUG), None)
         failed = [] if cell is None else [rank for rank, error in cell.errors.items() if not error.waited]
         if cell is None or not failed:
             raise BadInput(f"{DIPDEBUG}: the last cell has not failed, and no background cell waits in a debugger")
-        if rank is not None and rank not in failed:
-            raise BadInput(f"{DIPDEBUG} -r {rank}: {cell.text} has failed on {ranks_text(failed)}; type one of these")
         where = failed[0] if rank is None else rank
+        if where not in failed:
+            raise BadInput(f"{DIPDEBUG} -r {rank}: rank {rank} has not failed; type {DIPDEBUG} -r {failed[0]}")
+        if not self.ranks.call_on_control_channel([where], on_rank.has_kept_error())[where]:
+            raise BadInput(f"{DIPDEBUG}: the frames of {cell.text} were freed on rank {where}; {KEEP_FRAMES}")
         self.run(DEBUG, [where], show_ranks=[where])
+
+    def _converse(self, running: RunningCell, rank: int | None) -> None:
+        """Open the prompts of a background cell, beginning with that of `rank`; None: any."""
+        cell, asking = running.cell, list(running.questions.by_rank)
+        if rank is not None and rank not in asking:
+            ways = " or ".join(f"{DIPDEBUG} -r {each}" for each in asking)
+            raise BadInput(f"{DIPDEBUG} -r {rank}: rank {rank} does not wait in {cell.text}; type {ways}")
+        running.converse(rank)
+        if running.ending == "stopped":
+            concurrent.futures.wait([cell.done], timeout=END_SECONDS)
+            if cell.done.done():
+                cell.noted = True
+                inform(f"{cell.text} {cell.outcome_text}")
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).

@@ -207,10 +207,11 @@ class CellMagics(Magics):
         number = None if args.number is None else self._find_cell("%dipdebug", args.number).number
         rank = None
         if args.rank is not None:
-            ranks = arguments.parse_ranks([args.rank], group.world_size, "-r")
-            if len(ranks) != 1:
-                raise BadInput(f"%dipdebug -r {args.rank}: type one rank; at its prompt, rank N changes to another")
-            (rank,) = ranks
+            if not args.rank.isdecimal() or int(args.rank) >= group.world_size:
+                raise BadInput(
+                    f"%dipdebug -r {args.rank}: type one rank of 0-{group.world_size - 1}, as in %dipdebug -r 0"
+                )
+            rank = int(args.rank)
         group.debug(rank, number)
 
     @with_examples("%dipper g")
@@ -255,6 +256,8 @@ class CellMagics(Magics):
         with waiting:
             if not cell.wait_for_end(seconds):
                 ways = f"%dipwait {cell.number} waits longer, %dipstop {cell.number} ends it"
+                if asking := cell.find_asking_ranks():
+                    raise GroupError(cell.busy_text(asking))
                 raise GroupError(f"{cell.text} still runs after {seconds:g} s: {ways}")
         return cell.error is None
 

@@ -161,9 +161,10 @@ class Hints:
         if not isinstance(error, DdipError) or not _is_of_a_magic(error):
             self._debugger(force)
         elif isinstance(error, CellError):
+            failed = [rank for rank, problem in error.by_rank.items() if not problem.waited] or [*error.by_rank]
             notify(
-                f"the error is on {ranks_text([*error.by_rank])}: %dipdebug opens the debugger there, if its "
-                "frames were kept (%config DipMagics.keep_frames = True)"
+                f"the error is on {ranks_text(failed)}: %dipdebug opens the debugger there, if its "
+                "frames were kept (%config DipMagics.keep_frames = True, and run the cell again)"
             )
         elif not isinstance(error, LocalCellFailed):  # then the debugger has been at its cause
             notify("the last error is a message of ddip, so there is nothing to debug; %tb shows it again")

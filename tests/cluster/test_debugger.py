@@ -85,7 +85,7 @@ def test_commands_reach_one_rank_or_all(debugged: Notebook) -> None:
     assert [prompt.split(",")[0] for prompt in prompts] == ["rank 0 of 3"] * 4 + ["rank 2 of 3"] * 5
     assert "[rank 0]\n100\n[rank 1]\n102\n[rank 2]\n104\n" in seen.text
     assert "204\n" in seen.text
-    assert "ddip: rank 7 has not stopped; type rank N with one of ranks 0-2" in seen.text
+    assert "ddip: there is no rank 7; at a prompt: ranks 0-2" in seen.text
     assert "ddip: all needs a command, as in all p loss" in seen.text
     assert "ranks 0-2: at a prompt, cell [" in seen.text
 
@@ -193,10 +193,10 @@ def test_frames_of_an_error_are_kept_on_request(debugged: Notebook) -> None:
         "    seen = weakref.ref(held)\n    raise ValueError('x')\nif rank == 1: fails()\ndist.barrier()"
     )
     debugged.fails(failing)
-    assert "has left no error to debug" in debugged.converse("%dipdebug").shown.message
+    assert "the frames of cell" in debugged.converse("%dipdebug").shown.message
     debugged.ok("%config DipMagics.keep_frames = True")
     debugged.fails(failing)
-    assert "cell" in debugged.fails("%dipdebug -r 2").message
+    assert "rank 2 has not failed; type %dipdebug -r 1" in debugged.fails("%dipdebug -r 2").message
     for ending in ("c", "q", None):
         seen = debugged.converse("%dipdebug", "p held", "u", ending)
         assert (seen.shown.status, len(seen.prompts)) == ("ok", 3)

@@ -20,7 +20,7 @@ QUESTION = OpenQuestion(1, cast(AskedQuestion, {"number": 1, "prompt": "?", "is_
 @pytest.fixture
 def reader() -> _Reader:
     """Return a reader of the line for an open question."""
-    cell = SimpleNamespace(questions=OpenQuestions())
+    cell = SimpleNamespace(questions=OpenQuestions(), wake_up=lambda: None)
     cell.questions.add(QUESTION)
     return _Reader(cast(AskingCell, cell), QUESTION, lambda: cell.questions.wait_for_change(0.01))
 

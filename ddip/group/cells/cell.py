@@ -50,6 +50,7 @@ WORDS = {
 LINE = 60
 """Characters of a cell's first line that lists show."""
 ADVICE = "%dipwait {number} waits for it, %dipstop {number} ends it"
+DEBUG_ADVICE = "%dipdebug {number} opens the prompt, %dipstop {number} ends the cell"
 QUEUE_ADVICE = "%%dip --queue runs a cell after it"
 
 
@@ -108,6 +109,8 @@ class Cell:
     """Set once the cell has ended and the group's state has been updated."""
     press_stop: Callable[[], object] = do_nothing
     """The action of the stop button; may be called at any time, on any thread."""
+    find_asking_ranks: Callable[[], list[int]] = list
+    """Return the ranks that wait for an answer of the user, such as those that have stopped in the debugger."""
 
     def __post_init__(self) -> None:
         assert self.output is not None
@@ -133,6 +136,11 @@ class Cell:
 
     def busy_text(self, ranks: Sequence[int]) -> str:
         """Return the message for a request that needs `ranks` while this cell runs on them or waits for them."""
+        asking = self.find_asking_ranks()
+        if asking:
+            return (
+                f"{self.text} waits for your answer on {ranks_text(asking)}: {DEBUG_ADVICE.format(number=self.number)}"
+            )
         verb = "runs on" if self.state == "running" else "waits for"
         activity = f"{self.text} {verb} {ranks_text(ranks)}" + (
             f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""

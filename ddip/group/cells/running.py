@@ -271,6 +271,7 @@ class RunningCell:
         self.can_ask = can_prompt()
         """True if the user can answer questions of the ranks."""
         self._dialogue = Dialogue(self)
+        cell.find_asking_ranks = lambda: list(self.questions.by_rank)
         self.name = uuid.uuid4().hex
         """Unique name of this run, the same on all its ranks."""
         self._state = CellState([], limits, time.monotonic())
@@ -532,6 +533,10 @@ class RunningCell:
         """The number of ranks of the group."""
         return len(self._ranks.members)
 
+    def wake_up(self) -> None:
+        """Let the thread that follows the cell return from its wait for an event."""
+        self.events.put(MessagesArrived())
+
     def describe_places(self) -> str:
         """Return the position of each rank, one line per position."""
         finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
@@ -545,9 +550,9 @@ class RunningCell:
             self._after_caught.note_progress()
             self.cell.paused = self.questions.paused_seconds
 
-    def converse(self) -> None:
-        """Ask the user for the answers that ranks of a background cell wait for."""
-        self._dialogue.converse(self.cell.done.done)
+    def converse(self, rank: int | None) -> None:
+        """Ask the user for the answers that ranks of a background cell wait for, beginning with `rank` (None: any)."""
+        self._dialogue.converse(self.cell.done.done, rank)
 
     def _note_question(self, question: OpenQuestion) -> None:
         if self._state.stopped_at is None and question.rank in self._state.running:  # else the rank waits no longer

@@ -29,8 +29,11 @@ from ddip.group.stopping import call_on_press
 TOGETHER_SECONDS = 0.3
 """Time for an answered rank to ask again, and for others to stop at the same place, before the user is asked."""
 HELP = "commands go to the rank of the prompt; others: rank N, all COMMAND, ranks, c all; q ends the cell"
+HELP_AFTER_ERROR = "u and d move between its frames, q closes the debugger"
 CONTINUE = ("c", "cont", "continue")
-QUIT = ("q", "quit", "exit")
+QUIT = ("q", "quit", "exit", "q()", "quit()", "exit()", "EOF")
+OPERATORS = ("in", "is", "if", "and", "or", "not")
+"""Words after which ``rank`` is the variable and no command."""
 
 
 class AskingCell(Protocol):
@@ -51,6 +54,9 @@ class AskingCell(Protocol):
 
     def press_stop(self) -> None:
         """Interrupt the cell, without waiting."""
+
+    def wake_up(self) -> None:
+        """Let the thread that follows the cell look at once whether the prompt has ended."""
 
     def describe_places(self) -> str:
         """Return the position of each rank, one line per position."""
@@ -80,6 +86,8 @@ class Dialogue:
         self._since = 0.0
         """Start of the wait for further questions, on ``time.monotonic``; 0.0: none has begun."""
         self._is_introduced = False
+        self._is_headed = False
+        """True if the next text of a rank has its number above it in any case, as after ``all``."""
         self._shown: set[tuple[int, int]] = set()
         """Rank and number of each question whose text has been printed."""
 
@@ -121,8 +129,9 @@ class Dialogue:
         else:
             self._answer([question], line)
 
-    def converse(self, is_over: Callable[[], bool]) -> None:
-        """Ask until no rank of a background cell waits for an answer, or `is_over` returns True."""
+    def converse(self, is_over: Callable[[], bool], rank: int | None) -> None:
+        """Ask until no rank of a background cell waits for an answer, or `is_over` returns True; begin with `rank`."""
+        self._current = self._current if rank is None else rank
         with call_on_press(self._cell.press_stop):
             while not is_over():
                 if self.is_due:
@@ -152,8 +161,10 @@ class Dialogue:
                 self._shown.add(key)
                 ranks_of.setdefault(question.asked["text"], []).append(rank)
         for text, ranks in ranks_of.items():
-            head = "" if ranks == [self._current] and len(waiting) == 1 else f"[{ranks_text(ranks)}]\n"
+            is_clear = ranks == [self._current] and len(waiting) == 1 and not self._is_headed
+            head = "" if is_clear or self._cell.world_size == 1 else f"[{ranks_text(ranks)}]\n"
             print(head + text, end="" if text.endswith("\n") else "\n")
+        self._is_headed = False
         if not self._is_introduced:
             self._is_introduced = True
             timeouts = [limit for question in waiting.values() if (limit := question.asked["timeout"]) is not None]
@@ -161,7 +172,10 @@ class Dialogue:
                 print(f"ddip: other ranks wait {min(timeouts):g} s at most in collectives: a group has this timeout=")
             stopped = [rank for rank, question in waiting.items() if question.asked["is_command"]]
             if stopped and self._cell.world_size > 1:
-                print(f"ddip: {ranks_text(stopped)} {'has' if len(stopped) == 1 else 'have'} stopped; {HELP}")
+                has_failed = all(waiting[rank].asked["is_post_mortem"] for rank in stopped)
+                have = "has" if len(stopped) == 1 else "have"
+                what = f"failed; {HELP_AFTER_ERROR}" if has_failed else f"stopped; {HELP}"
+                print(f"ddip: {ranks_text(stopped)} {have} {what}")
 
     def _prompt_of(self, question: OpenQuestion) -> str:
         count, asked = self._cell.world_size, question.asked
@@ -173,26 +187,35 @@ class Dialogue:
     def _act_on(self, line: str, waiting: dict[int, OpenQuestion]) -> None:
         """Carry out a line typed at a debugger's prompt."""
         words = line.split()
-        if len(words) == 2 and words[0] in CONTINUE and words[1] == "all":
-            words = ["all", "c"]
+        if len(words) == 2 and words[0] in (*CONTINUE, *QUIT) and words[1] == "all":
+            words = ["all", "c" if words[0] in CONTINUE else words[0]]
         stopped = {rank: question for rank, question in waiting.items() if question.asked["is_command"]}
         match words:
             case ["rank", number] if number.isdecimal():
-                if int(number) in waiting:
-                    self._current = int(number)
-                else:
-                    print(f"ddip: rank {number} has not stopped; type rank N with one of {ranks_text([*waiting])}")
-            case ["ranks"]:
+                self._change_rank(int(number), waiting)
+            case ["rank" | "ranks", word, *_] if word.isalnum() and word not in OPERATORS:
+                print(
+                    "ddip: type rank N to change to the prompt of rank N, as in rank 1; ranks shows where each rank is"
+                )
+            case ["ranks"] | ["all", "ranks"]:
                 print(self._cell.describe_places())
             case ["all"]:
                 print("ddip: all needs a command, as in all p loss")
             case [word] | ["all", word] if word in QUIT and self._ends_cell(waiting[self._current or 0]):
                 self._stop_cell()
             case ["all", *_]:
+                self._is_headed = True
                 self._answer(stopped.values(), line.strip().removeprefix("all").strip() if words[1:] != ["c"] else "c")
             case _:
                 assert self._current is not None
                 self._answer([waiting[self._current]], line)
+
+    def _change_rank(self, rank: int, waiting: dict[int, OpenQuestion]) -> None:
+        if rank in waiting:
+            self._current = rank
+        else:
+            problem = f"rank {rank} has not stopped" if rank < self._cell.world_size else f"there is no rank {rank}"
+            print(f"ddip: {problem}; at a prompt: {ranks_text([*waiting])}")
 
     def _stop_cell(self) -> None:
         """Stop the cell; its questions are withdrawn at once, so that none is asked before the stop takes effect."""
@@ -244,6 +267,7 @@ class _Reader:
                 print()  # the cursor is still after the prompt
         finally:
             self._is_done.set()
+            self._cell.wake_up()
             watcher.join()
             signal.signal(signal.SIGINT, former)
         if self._error is not None:

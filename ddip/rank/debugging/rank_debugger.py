@@ -100,6 +100,28 @@ class RankDebugger(InterruptiblePdb):
         else:
             super().set_trace(frame, **kwargs)
 
+    def setup(self, f: FrameType | None, tb: Any) -> None:
+        """Select the frame to show first: of an error, the innermost one in a cell, even if a library raised it."""
+        super().setup(f, tb)
+        in_cells = [n for n, (frame, _) in enumerate(self.stack) if stacks.cell_number(frame.f_code) is not None]
+        if self.is_post_mortem and in_cells:
+            self.curindex = in_cells[-1]
+            self.curframe = self.stack[self.curindex][0]
+            if hasattr(self, "curframe_locals"):  # before Python 3.13
+                self.curframe_locals = self.curframe.f_locals
+
+    def help_rank(self) -> None:
+        """Explain the command of the notebook."""
+        self.message("rank N\n        Go to the prompt of rank N, if it has stopped; rank alone prints the variable.")
+
+    def help_ranks(self) -> None:
+        """Explain the command of the notebook."""
+        self.message("ranks\n        Show where each rank is: stopped, running, or in which collective it waits.")
+
+    def help_all(self) -> None:
+        """Explain the command of the notebook."""
+        self.message("all COMMAND\n        Send COMMAND to all ranks that have stopped; c all continues all of them.")
+
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether to stop in `frame`: only in code that a cell has called."""
         return _is_users(frame) and super().stop_here(frame)

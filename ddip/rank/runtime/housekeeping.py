@@ -109,6 +109,11 @@ class Cells:
         if threads is not None:
             _set_threads(threads)
 
+    @property
+    def has_kept_error(self) -> bool:
+        """True if the frames of the last cell's error are kept, or will be once the cleanup after it has run."""
+        return self.kept_error is not None or (self._error is not None and self._keeps_frames())
+
     def _free_kept_error(self) -> None:
         error, self.kept_error = self.kept_error, None
         _free_frames(error)
@@ -277,6 +282,11 @@ cells = Cells()
 def set_collect(collect: bool) -> None:
     """Turn the collection after each cell on or off."""
     cells.collect = collect
+
+
+def has_kept_error() -> bool:
+    """Return whether the error of the last cell can be debugged, as its frames are kept."""
+    return cells.has_kept_error
 
 
 def make_hello() -> Hello:

@@ -203,6 +203,8 @@ def _locate_main_thread(frames: Sequence[FrameType]) -> StackLocation:
     if not cells.busy:
         return StackLocation(state="idle")
     location = _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames])
+    if at_prompt and location.cell is None:  # the debugger of an error, whose frames have ended
+        return StackLocation(inner=AT_PROMPT)
     return replace(location, function=AT_PROMPT) if at_prompt else location
 
 
