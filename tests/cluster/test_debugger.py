@@ -155,12 +155,21 @@ def test_the_prompt_ends_when_its_rank_ends(debugged: Notebook) -> None:
     debugged.ok(PROOF)
 
 
+def begin_in_background(notebook: Notebook, cell: str) -> tuple[int, str]:
+    """Run a background cell until it has asked, which may be before or after its magic has returned.
+
+    Return its number and what it shows.
+    """
+    begun = notebook.begin(cell, allow_stdin=True)
+    shown = notebook.finish(begun)
+    return shown.number, shown.text if "%dipdebug" in shown.text else notebook.late(begun, "%dipdebug")
+
+
 def test_a_background_cell_waits_for_dipdebug(debugged: Notebook) -> None:
     cell = "%%dip --bg\nfor i in range(3):\n    if rank == 1 and i == 1:\n        breakpoint()\n    dist.barrier()"
-    begun = debugged.begin(cell, allow_stdin=True)
-    number = debugged.finish(begun).number
+    number, notice = begin_in_background(debugged, cell)
     line = 3 if LEAVE_BREAKPOINT else 4
-    debugged.late(begun, f"rank 1 has stopped in the debugger at cell [{number}] line {line}; %dipdebug {number} opens")
+    assert f"rank 1 has stopped in the debugger at cell [{number}] line {line}; %dipdebug {number} opens" in notice
     assert debugged.fails("%dipdebug 1").error == "BadInput"
     seen = debugged.converse("%dipdebug", "p i + 70", "n", "c")
     assert (seen.shown.status, len(seen.prompts)) == ("ok", 3)
@@ -169,9 +178,9 @@ def test_a_background_cell_waits_for_dipdebug(debugged: Notebook) -> None:
 
 
 def test_an_answered_background_cell_leaves_the_prompt(debugged: Notebook) -> None:
-    begun = debugged.begin("%%dip --bg -r 1\nimport time\nanswer = input('?')\ntime.sleep(60)", allow_stdin=True)
-    number = debugged.finish(begun).number
-    debugged.late(begun, "rank 1 asks: ?")
+    cell = "%%dip --bg -r 1\nimport time\nanswer = input('?')\ntime.sleep(60)"
+    number, notice = begin_in_background(debugged, cell)
+    assert "rank 1 asks: ?" in notice
     seen = debugged.converse("%dipdebug", "yes", timeout=20)
     assert (seen.shown.status, seen.prompts) == ("ok", ["rank 1: ?"])
     debugged.ok(f"%dipstop {number}")

@@ -16,6 +16,7 @@ import pytest
 import ddip
 from ddip.errors import CellInterrupted, CellTimeout, GroupError, RankError
 from ddip.group.cells import cell_state, running
+from ddip.group.debugging import open_questions
 from ddip.protocol import on_rank
 
 from .conftest import begin_test
@@ -119,7 +120,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Replace the clock that a cell uses."""
     clock = Clock()
-    monkeypatch.setattr(running, "time", clock)
+    for module in (running, open_questions):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

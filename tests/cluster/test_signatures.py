@@ -33,7 +33,8 @@ dist.all_gather_into_tensor(torch.zeros(2 * world_size), torch.ones(2))
 dist.scatter(torch.zeros(2), parts if rank == 0 else None)
 dist.gather(torch.ones(2), parts if rank == 0 else None)
 dist.reduce(torch.ones(2), 1)
-dist.reduce_scatter(torch.zeros(2), parts)
+try: dist.reduce_scatter(torch.zeros(2), parts)
+except RuntimeError: pass  # gloo of torch 2.7 has none
 dist.all_to_all_single(torch.zeros(3), torch.ones(3), [1, 2] if rank == 0 else [2, 1], [1, 2] if rank == 0 else [2, 1])
 found = [None] * world_size
 dist.all_gather_object(found, "x" * 1000 * rank)

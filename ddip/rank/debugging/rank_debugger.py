@@ -50,7 +50,6 @@ OUTPUT_MODULES = ("ddip.rank.streams.", "IPython.core.displayhook")
 STATEMENT_LOOP = ("run_cell_async", "run_ast_nodes", "run_code", "_run_cell", "run_cell")
 """Functions of IPython that run the statements of a cell; what they call in between is not users' code. They run inside
 a cell, too, for magics such as ``%%capture``."""
-ORIGINAL_CLASSES = pdb.Pdb, ipython_debugger.Pdb
 
 
 class RankDebugger(InterruptiblePdb):
@@ -163,6 +162,10 @@ class RankDebugger(InterruptiblePdb):
             sys.stdout.write(text)
 
 
+CACHES = [value for kind in RankDebugger.__mro__ for value in vars(kind).values() if hasattr(value, "cache_clear")]
+"""Methods of IPython's debugger with a cache, which keeps debuggers and frames alive (IPython 8)."""
+
+
 def _is_users(frame: FrameType | None) -> bool:
     """Return whether a cell has called the code of `frame`, other than by showing output."""
     if frame is None or frame.f_globals.get("__name__", "").startswith(ENGINE_MODULES):
@@ -251,6 +254,8 @@ def forget_debuggers() -> None:
     if last is not None:  # since Python 3.14, which traces with sys.monitoring, too
         last.stop_trace()
         pdb.Pdb._last_pdb_instance = None  # type: ignore[attr-defined]
+    for method in CACHES:
+        method.cache_clear()
     for name in ("ps1", "ps2"):
         if hasattr(sys, name):
             delattr(sys, name)

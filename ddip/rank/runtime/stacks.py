@@ -267,7 +267,7 @@ def whole_stack(collective: str) -> dict[str, Any]:
     threads = {"main": _stack_text(frames) or str(location)}
     for thread in threading.enumerate():
         thread_frames = _frames_of_thread(thread.ident)
-        is_engine = any(part in frame.f_code.co_filename for part in OF_THE_ENGINE for frame in thread_frames)
+        is_engine = any(_is_of_engine(frame.f_code) for frame in thread_frames)
         if thread_frames and not is_engine and thread not in (threading.main_thread(), threading.current_thread()):
             name = thread.name
             while name in threads:
@@ -276,6 +276,11 @@ def whole_stack(collective: str) -> dict[str, Any]:
                 [frame for frame in thread_frames if frame.f_code.co_filename != threading.__file__]
             )
     return asdict(Stack(location, threads))
+
+
+def _is_of_engine(code: CodeType) -> bool:
+    """Return whether only threads of the engine run `code`; ipykernel 6.29 to 6.31 also wrap ``Thread.run``."""
+    return code.co_name != "run_closure" and any(part in code.co_filename for part in OF_THE_ENGINE)
 
 
 def _stack_text(frames: list[FrameType]) -> str:
