@@ -545,7 +545,7 @@ class Group:
         return cell
 
     def debug(self, rank: int | None = None, number: int | None = None) -> None:
-        """Open the debugger: in a background cell whose ranks have stopped in it, or at the error of the last cell.
+        """Open the debugger in a background cell that waits in it, or at the error of the last cell.
 
         Returns when no rank waits at a prompt any more. The error can be debugged if its frames were kept, as with
         `Options.keep_frames`.

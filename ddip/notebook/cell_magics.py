@@ -197,7 +197,7 @@ class CellMagics(Magics):
     @argument("-r", "--rank", metavar="RANK", help="Rank whose error to debug; default: the first that has failed.")
     @line_magic
     def dipdebug(self, line: str = "") -> None:
-        """Open the debugger at the error of the last cell, or in a background cell that has stopped at a breakpoint.
+        """Open the debugger at the error of the last cell, or in a background cell at a breakpoint.
 
         Ranks keep the frames of an error after %pdb on in a %%dip cell, or with %config DipMagics.keep_frames = True,
         until the next cell runs on them. A foreground cell opens the debugger by itself.

@@ -169,7 +169,7 @@ class Cells:
         self._manager.release(None if alone else cell.ranks)
 
     def find_asking(self, number: int | None) -> RunningCell | None:
-        """Return the background cell that waits for the user's answers, with this `number` if given; None: none does.
+        """Return the background cell that waits for answers, with this `number` if given; None: none does.
 
         Raises BadInput if the cell with this number does not wait.
         """

@@ -551,7 +551,7 @@ class RunningCell:
             self.cell.paused = self.questions.paused_seconds
 
     def converse(self, rank: int | None) -> None:
-        """Ask the user for the answers that ranks of a background cell wait for, beginning with `rank` (None: any)."""
+        """Ask for the answers that a background cell waits for, beginning with `rank` (None: any)."""
         self._dialogue.converse(self.cell.done.done, rank)
 
     def _note_question(self, question: OpenQuestion) -> None:

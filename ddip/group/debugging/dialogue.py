@@ -63,7 +63,10 @@ class AskingCell(Protocol):
 
 
 def can_prompt() -> bool:
-    """Return whether this thread can ask the user: the main thread of a kernel with stdin, or of a terminal."""
+    """Return whether this thread can ask the user.
+
+    It must be the main thread of a kernel whose front end has stdin, or of a process in a terminal.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
     kernel = getattr(get_ipython(), "kernel", None)
@@ -130,7 +133,10 @@ class Dialogue:
             self._answer([question], line)
 
     def converse(self, is_over: Callable[[], bool], rank: int | None) -> None:
-        """Ask until no rank of a background cell waits for an answer, or `is_over` returns True; begin with `rank`."""
+        """Ask until no rank of a background cell waits for an answer, or `is_over` returns True.
+
+        Begins with `rank`; None: any.
+        """
         self._current = self._current if rank is None else rank
         with call_on_press(self._cell.press_stop):
             while not is_over():
@@ -142,7 +148,10 @@ class Dialogue:
                     break
 
     def _is_stepping(self) -> bool:
-        """Return whether a rank that has received a command to its debugger, other than to continue, will ask again."""
+        """Return whether a rank will ask again soon.
+
+        It does if its debugger has received a command other than to continue.
+        """
         return not self._stepping.isdisjoint(self._cell.unfinished)
 
     def _select_current(self, waiting: dict[int, OpenQuestion]) -> None:
@@ -218,7 +227,10 @@ class Dialogue:
             print(f"ddip: {problem}; at a prompt: {ranks_text([*waiting])}")
 
     def _stop_cell(self) -> None:
-        """Stop the cell; its questions are withdrawn at once, so that none is asked before the stop takes effect."""
+        """Stop the cell and withdraw its questions.
+
+        None of them must be asked before the stop takes effect.
+        """
         self._cell.press_stop()
         self._cell.questions.drop()
 

@@ -88,5 +88,8 @@ class OpenQuestions:
         return self._paused + (0.0 if since is None else time.monotonic() - since)
 
     def now(self) -> float:
-        """Return the time of the cell's clock: ``time.monotonic()``, less the seconds for which questions were open."""
+        """Return the time of the cell's clock, in seconds.
+
+        It is ``time.monotonic()``, less the seconds for which questions were open.
+        """
         return time.monotonic() - self.paused_seconds

@@ -84,7 +84,9 @@ def buttons_html(name: str, ranks: Sequence[int]) -> str:
 
 
 def labels_html(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """Return the HTML of the output with the labels of `tabs`, the line `note` if not empty, and the CSS of both.
+    """Return the HTML of the output with the labels of `tabs`, and the CSS of both outputs.
+
+    `note`: a line beside the labels, or empty.
 
     `name` as in `buttons_html`. Until the user selects a tab, the first that has failed is visible, else the first with
     any output.
@@ -97,7 +99,10 @@ def labels_html(name: str, tabs: Sequence[Tab], note: str) -> str:
 
 
 def sections_html(name: str, tabs: Sequence[Tab], note: str) -> str:
-    """Return the HTML of the output with the content of `tabs`, and the headings and `note` for pages without tabs."""
+    """Return the HTML of the output with the content of `tabs`.
+
+    For pages without tabs, it has their titles as headings, and the line `note` if not empty.
+    """
     sections = "".join(
         f'<div class="ddip-head"><strong>{html.escape(tab.title)}</strong></div>'
         f'<div class="ddip-shown" id="{name}-s{number}" role="group" tabindex="0"'

@@ -68,7 +68,10 @@ class Asker:
         """The debuggers at their prompts, by thread."""
 
     def begin_cell(self, can_ask: bool, break_on: Sequence[int] | None) -> None:
-        """Begin a cell, whose questions can be answered if `can_ask`; ``breakpoint()`` stops on ranks `break_on`."""
+        """Begin a cell, whose questions can be answered if `can_ask`.
+
+        `break_on`: the ranks on which ``breakpoint()`` stops; None: all.
+        """
         self.can_ask, self.break_on = can_ask, break_on
         self._pid, self._is_ended = os.getpid(), False
 

@@ -100,7 +100,10 @@ class RankDebugger(InterruptiblePdb):
             super().set_trace(frame, **kwargs)
 
     def setup(self, f: FrameType | None, tb: Any) -> None:
-        """Select the frame to show first: of an error, the innermost one in a cell, even if a library raised it."""
+        """Select the frame to show first.
+
+        For an error, it is the innermost one in a cell, even if a library raised it.
+        """
         super().setup(f, tb)
         in_cells = [n for n, (frame, _) in enumerate(self.stack) if stacks.cell_number(frame.f_code) is not None]
         if self.is_post_mortem and in_cells:
@@ -136,7 +139,10 @@ class RankDebugger(InterruptiblePdb):
             super().user_exception(frame, exc_info)
 
     def user_return(self, frame: FrameType, return_value: Any) -> None:
-        """Stop at the end of a function, but not of a statement of a cell, unless ``breakpoint()`` ends the cell."""
+        """Stop at the end of a function, but not of a top-level statement of a cell.
+
+        It stops there only if ``breakpoint()`` ends the cell, so that no other line follows.
+        """
         if frame.f_code.co_name != "<module>" or (not self._has_stopped and _ends_cell(frame.f_code)):
             super().user_return(frame, return_value)
 
@@ -207,7 +213,10 @@ def ensure_answerable() -> None:
 
 
 def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
-    """Stop in the debugger at the caller's next line, if this is a rank to stop on; replaces ``breakpoint()``."""
+    """Stop in the debugger at the caller's next line; replaces ``breakpoint()``.
+
+    Does nothing on ranks that the cell does not let stop, and if ``PYTHONBREAKPOINT`` is 0.
+    """
     __tracebackhide__ = True  # IPython omits this frame
     asker.refuse_in_worker("breakpoint()")
     if os.environ.get("PYTHONBREAKPOINT") == "0":
@@ -234,7 +243,7 @@ def debug_error(error: BaseException) -> None:
 
 
 def replace_debuggers() -> None:
-    """Make ``breakpoint()`` and the debuggers of the standard library and of IPython open a `RankDebugger`."""
+    """Make ``breakpoint()`` and the debuggers of Python and IPython open a `RankDebugger`."""
     sys.breakpointhook = break_here
     pdb.Pdb = ipython_debugger.Pdb = RankDebugger  # type: ignore[misc]
 

@@ -231,7 +231,7 @@ def is_recorded(whole: bool) -> bool:
 
 @contextlib.contextmanager
 def pause_recording(doing: str | None = None) -> Iterator[None]:
-    """Suspend recording while something other than a cell may change variables; `doing`: the label of a request.
+    """Suspend recording while a request may change variables; `doing`: its label.
 
     The next snapshot replaces the last one, at first without checksums. It is not taken if the last one still holds:
     the request changes nothing, or has replaced the snapshots itself.

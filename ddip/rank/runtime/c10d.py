@@ -224,7 +224,7 @@ def gloo_timeout(group: Any) -> timedelta | None:
 
 
 def shortest_timeout() -> timedelta | None:
-    """Return the shortest timeout that the user has set for gloo collectives of a group of this rank, or None.
+    """Return the shortest timeout of this rank's gloo groups that the user has set, or None.
 
     torch's default, which cannot be changed before torch 2.9, counts as set.
     """

@@ -84,7 +84,7 @@ def cell_files() -> dict[str, int]:
 
 
 def use_cell_files(files: dict[str, int] | None) -> None:
-    """Let `cell_files` return `files` from now on: those of this rank's only shell, whose search takes 1 µs.
+    """Let `cell_files` return `files`, those of this rank's only shell, whose search takes 1 µs.
 
     None: a release of IPython has no such table; it is searched each time.
     """
@@ -279,7 +279,10 @@ def whole_stack(collective: str) -> dict[str, Any]:
 
 
 def _is_of_engine(code: CodeType) -> bool:
-    """Return whether only threads of the engine run `code`; ipykernel 6.29 to 6.31 also wrap ``Thread.run``."""
+    """Return whether only threads of the engine run `code`.
+
+    ipykernel 6.29 to 6.31 wrap ``Thread.run`` in a closure of their own.
+    """
     return code.co_name != "run_closure" and any(part in code.co_filename for part in OF_THE_ENGINE)
 
 
