@@ -304,7 +304,8 @@ class ProcessGroupManager:
         is_unknown = not present or len(present) < len(reports)
         if is_unknown or any(report["released"] for report in present.values()):
             self.healthy = False
-            if not is_unknown:  # a rank may have used wrong results before the others were aborted
+            if not is_unknown and all(report["state"] == "ours" for report in present.values()):
+                # a rank may have used wrong results before the others were aborted
                 self._steps.update({rank: report["begun"] for rank, report in present.items()})
                 self._report_different(signatures.find_different(self._steps.known(), size), unmatched or is_reported)
         elif all(report["state"] == "ours" for report in present.values()):
