@@ -560,9 +560,10 @@ class Group:
         Raises
         ------
         BadInput
-            If there is no such rank or cell, if no rank waits, or if the last cell has not failed there.
-        CellError
-            If the rank has not kept the frames of its error.
+            If there is no such rank or cell, if no rank waits, or if the last cell has not failed there, or its frames
+            were not kept.
+        CellInterrupted
+            If the user pressed the stop button at the prompt of an error.
         """
         running = self._parts.cells.find_asking(number)
         if running is not None:

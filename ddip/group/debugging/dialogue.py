@@ -195,9 +195,12 @@ class Dialogue:
 
     def _act_on(self, line: str, waiting: dict[int, OpenQuestion]) -> None:
         """Carry out a line typed at a debugger's prompt."""
+        assert self._current is not None
+        question = waiting[self._current]
         words = line.split()
-        if len(words) == 2 and words[0] in (*CONTINUE, *QUIT) and words[1] == "all":
-            words = ["all", "c" if words[0] in CONTINUE else words[0]]
+        if len(words) == 2 and words[0] in (*CONTINUE, *QUIT) and words[1] == "all":  # as in c all
+            words.reverse()
+            line = " ".join(words)
         stopped = {rank: question for rank, question in waiting.items() if question.asked["is_command"]}
         match words:
             case ["rank", number] if number.isdecimal():
@@ -210,14 +213,13 @@ class Dialogue:
                 print(self._cell.describe_places())
             case ["all"]:
                 print("ddip: all needs a command, as in all p loss")
-            case [word] | ["all", word] if word in QUIT and self._ends_cell(waiting[self._current or 0]):
+            case [word] | ["all", word] if word in QUIT and self._ends_cell(question):
                 self._stop_cell()
             case ["all", *_]:
                 self._is_headed = True
-                self._answer(stopped.values(), line.strip().removeprefix("all").strip() if words[1:] != ["c"] else "c")
+                self._answer(stopped.values(), line.strip().removeprefix("all").strip())
             case _:
-                assert self._current is not None
-                self._answer([waiting[self._current]], line)
+                self._answer([question], line)
 
     def _change_rank(self, rank: int, waiting: dict[int, OpenQuestion]) -> None:
         if rank in waiting:

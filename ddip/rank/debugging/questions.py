@@ -58,6 +58,8 @@ class Asker:
         """True if someone can answer the questions of the running cell."""
         self.break_on: Sequence[int] | None = None
         """The ranks on which ``breakpoint()`` stops; None: all."""
+        self.is_used = False
+        """True if the cell has asked a question or created a debugger."""
         self._pid = 0
         self._is_ended = False
         """True if the cell was interrupted: some debuggers ask again, and no one would answer."""
@@ -73,7 +75,7 @@ class Asker:
         `break_on`: the ranks on which ``breakpoint()`` stops; None: all.
         """
         self.can_ask, self.break_on = can_ask, break_on
-        self._pid, self._is_ended = os.getpid(), False
+        self._pid, self._is_ended, self.is_used = os.getpid(), False, False
 
     def end_cell(self) -> None:
         """End the cell: threads that still ask get EOFError."""
@@ -120,6 +122,7 @@ class Asker:
             raise StdinNotImplementedError(NO_STDIN)
         if self._is_ended:
             raise EOFError
+        self.is_used = True
         debugger = self._debuggers.get(threading.get_ident())
         number = next(self._numbers)
         answers = self._answers[number] = queue.SimpleQueue()

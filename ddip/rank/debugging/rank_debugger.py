@@ -58,6 +58,7 @@ class RankDebugger(InterruptiblePdb):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("stdin", None), kwargs.pop("stdout", None)
         super().__init__(*args, **kwargs)
+        asker.is_used = True
         self.prompt = "(Pdb) "
         self._text = io.StringIO()
         self.stdout = self._text  # set here, since Pdb reads from stdin if it is passed to the constructor
@@ -187,7 +188,10 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def _skip_own_frames(frame: FrameType | None) -> FrameType | None:
-    """Return the first frame, from `frame` outwards, that is not of this module; torch.compile splits functions."""
+    """Return the first frame, from `frame` outwards, that is not of this module.
+
+    There may be several of this module, since torch.compile splits functions.
+    """
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
     return frame
@@ -231,7 +235,10 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
 
 
 def debug_error(error: BaseException) -> None:
-    """Open the debugger at the frame in which `error` was raised; do nothing if no line has run, as with bad syntax."""
+    """Open the debugger at the frame in which `error` was raised.
+
+    Does nothing if no line of the cell has run, as with bad syntax.
+    """
     ensure_answerable()
     trace = tracebacks.without_ours(error.__traceback__)
     if trace is None:
@@ -254,6 +261,8 @@ def forget_debuggers() -> None:
     bdb sets its trace function in all outer frames, and removes it from all but the outermost, which never ends; so
     does ``interact`` with the prompts in `sys`.
     """
+    if not asker.is_used and not _is_debuggers(sys.gettrace()):
+        return
     for frame in _outer_frames():
         if _is_debuggers(frame.f_trace):
             del frame.f_trace

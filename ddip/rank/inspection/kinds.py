@@ -307,10 +307,10 @@ _newest_judged = ""
 
 
 def _judge_new_modules() -> None:
-    """Find the user's modules among those imported since the last call; ``sys.modules`` is in the order of imports.
+    """Find the user's modules among those imported since the last call.
 
-    Called before each fork: then a new rank does not look at the thousands of modules of the preload process, which
-    would copy the pages that they are on.
+    ``sys.modules`` is in the order of imports. Called before each fork: then a new rank does not look at the thousands
+    of modules of the preload process, which would copy the pages that they are on.
     """
     global _newest_judged
     names, count = list[str](), 8
