@@ -27,6 +27,17 @@ FENCED = {("rank", "tcp", "127.0.0.1")}
 FORKSERVER = "multiprocessing.forkserver"
 
 
+def processes_of_group(group: ddip.Group) -> list[psutil.Process]:
+    """Return the ranks of `group`, the preload process that forked them, and its controller with that one's children.
+
+    Processes of other groups may still be ending.
+    """
+    controller = controllers_of(os.getpid())[-1]
+    ranks = [psutil.Process(member.pid) for member in group.members]
+    parents = {parent for rank in ranks if (parent := rank.parent()) is not None and parent.pid != os.getpid()}
+    return list({controller, *controller.children(), *ranks, *parents})
+
+
 def controller_listeners(group: ddip.Group) -> set[Listener]:
     """Return the sockets on which the controller of `group` listens."""
     found = {door for door in find_listeners(family_of(os.getpid())) if door.role == "controller"}
@@ -63,7 +74,8 @@ def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) ->
     with ddip.Group(2) as group:
         ranks = [member.pid for member in group.members]
         group.run("kept = rank")
-        before = count_descriptors(family_of(os.getpid()))
+        family = processes_of_group(group)
+        before = count_descriptors(family)
         outcomes = [send_random_messages(controller_listeners(group), 500, NOBODY, seed=1)]
         knocking = threading.Thread(
             target=lambda: outcomes.append(send_random_messages(controller_listeners(group), 3000, NOBODY, seed=2))
@@ -75,7 +87,7 @@ def test_another_user_cannot_disturb_a_group(monkeypatch: pytest.MonkeyPatch) ->
         assert outcomes == [{"refused": 500}, {"refused": 3000}]
         group.run("assert kept == rank; del x")
         assert [member.pid for member in group.members] == ranks
-        wait_until(lambda: count_descriptors(family_of(os.getpid())) == before)
+        wait_until(lambda: count_descriptors(family) == before, what=f"{before} descriptors")
 
 
 def test_invalid_messages_are_dropped(cells: ddip.Group) -> None:
