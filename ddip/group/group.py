@@ -273,7 +273,10 @@ class Group:
         RequestInterrupted
             If the user interrupted the repair; the message names the ranks that were not replaced.
         """
-        return repair.repair_group(self.lifecycle, self._modules, names, source, hosts, progress)
+        replaced = repair.repair_group(self.lifecycle, self._modules, names, source, hosts, progress)
+        if replaced:
+            self.history.note_change(f"%makedip --repair replaced {ranks_text(replaced)}")
+        return replaced
 
     def shutdown(self) -> None:
         """End all processes of the group, and remove all its temporary files. A second call does nothing."""
@@ -926,6 +929,8 @@ class Group:
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
             copied, refused = self._parts.differences.sync(names, rank)
+        if copied:
+            self.history.note_change(f"%dipsync copied state of rank {rank}")
         for path, why in refused.items():
             notify(f"{path} was not copied: {why}")
         return copied

@@ -202,6 +202,8 @@ class Lifecycle:
         begins and after it has ended."""
         self.seconds = 0.0
         """Duration of the last start, change or repair."""
+        self.started = 0.0
+        """Unix time of the last start of all ranks, in seconds."""
         self.progress = Progress()
         self.spec: GroupSpec
         """Number, devices and hosts of the ranks."""
@@ -257,6 +259,7 @@ class Lifecycle:
         return wanted.resolve_spec(request, hosts, 0 if self._parts is None else len(self._parts.ranks.members))
 
     def _start(self, request: Request) -> None:
+        self.started = time.time()
         self.place = places.allocate_hosts(request, self.progress)
         request = self.place.request
         if not request.hosts:
@@ -298,6 +301,8 @@ class Lifecycle:
                     if marks:
                         parts.differences.refuse_stale(marks, former.size)
                     parts.new_ranks.carry_settings()
+                if spec.size != former.size:
+                    self._history.note_change(f"%makedip changed the number of ranks from {former.size} to {spec.size}")
         except KeyboardInterrupt as error:
             now = "the group is unchanged" if self.spec is former else "the group has the requested form"
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"

@@ -40,7 +40,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 22
+VERSION = 23
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -127,6 +127,14 @@ def iteration_facts() -> IterationFacts: ...
 
 @remote("objects.iteration.reset_iteration", "resetting the training iteration")
 def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]: ...
+
+
+@remote("runtime.seeds.start_seed", "reading settings of the process")
+def start_seed() -> tuple[int, int]: ...
+
+
+@remote("objects.result_values.pack_results", "pulling")
+def pack_results(names: list[str]) -> tuple[bytes, dict[str, str]]: ...
 
 
 @remote("process_group.membership.check_group", "using the group")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterator
 
 from ddip.group.cells.cell import Cell
@@ -30,6 +31,8 @@ class History:
         self.keep_output_bytes = keep_output_bytes
         """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
+        self.changes: list[tuple[float, str]] = []
+        """Changes of the ranks' state other than by cells: their Unix time in seconds, and a description."""
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(list(self._cells))
@@ -41,6 +44,10 @@ class History:
             ended = next((old for old in self if old.done.done()), None)
             if ended is not None:
                 self._cells.remove(ended)
+
+    def note_change(self, text: str) -> None:
+        """Note that something other than a cell has changed the state of ranks; `text` describes it."""
+        self.changes.append((time.time(), text))
 
     def remove(self, cell: Cell) -> None:
         """Remove a cell that will not run after all; raise ValueError if the history lacks it."""

@@ -1,0 +1,78 @@
+"""Run a script under torchrun, and compare its values with those of the session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddip.errors import BadInput
+from ddip.sharded import values
+
+TOLERANCE = 1e-6
+LAST_LINES = '''
+from ddip.export.check import save_values
+
+save_values(globals() | locals(), {names})
+'''
+FOLDER = "DDIP_EXPORT_CHECK"
+"""Environment variable that tells the ranks of the checked script where to store their values."""
+
+
+def last_lines(names: list[str]) -> str:
+    """Return the code that stores the values of `names` at the end of the checked script's main function."""
+    return LAST_LINES.format(names=names)
+
+
+def save_values(variables: dict[str, object], names: list[str]) -> None:
+    """Store this rank's values for the notebook; the checked script calls this."""
+    packed, _ = values.pack_values(variables, names)
+    Path(os.environ[FOLDER], os.environ["RANK"]).write_bytes(packed)
+
+
+def compare_script(text: str, path: Path, size: int, expected: Sequence[bytes]) -> str:
+    """Run the script `text` beside `path`, and return a line about its values; raises BadInput if they differ."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = path.with_name(f".{path.stem}_check_{os.getpid()}.py")
+        copy.write_text(text)
+        try:
+            _run_script(copy, size, folder, path)
+        finally:
+            copy.unlink()
+        differences: dict[str, float | str] = {}
+        for rank, ours in enumerate(expected):
+            stored = Path(folder, str(rank))
+            theirs = stored.read_bytes() if stored.exists() else values.pack_values({}, [])[0]
+            for name, difference in values.compare_values(ours, theirs).items():
+                if isinstance(difference, str) or difference > TOLERANCE:
+                    raise BadInput(
+                        f"--check: {path} does not give the session's {name} on rank {rank}: "
+                        + (difference if isinstance(difference, str) else f"the difference is {difference:.3g}")
+                    )
+                differences[name] = max(difference, float(differences.get(name, 0.0)))
+    largest = max((float(difference) for difference in differences.values()), default=0.0)
+    return f"ddip: {path} gives the session's values: {len(differences)} compared, largest difference {largest:.3g}"
+
+
+def _run_script(copy: Path, size: int, folder: str, path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(copy)]
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()  # torchrun ends the ranks
+            process.wait()
+            raise
+        if status:
+            output.seek(0)
+            lines = [line for line in output.read().splitlines() if line.strip()]
+            errors = [line for line in lines if ".py" not in line and "Error" in line and "ChildFailed" not in line]
+            why = errors[0] if errors else lines[-1] if lines else f"exit status {status}"
+            raise BadInput(f"--check: {path} failed under torchrun: {why}\n" + "\n".join(lines[-25:]))

@@ -1,0 +1,81 @@
+"""Describe a value by the tensors and numbers in it, to compare the results of two runs rank by rank."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ddip.sharded.layout import local_of
+
+PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def pack_values(variables: Mapping[str, Any], names: list[str]) -> tuple[bytes, dict[str, str]]:
+    """Return this rank's part of the values of `names`, and the reason for each name that has none.
+
+    Without names, all modules among the `variables` are described.
+    """
+    modules = [name for name, value in variables.items() if isinstance(value, torch.nn.Module) and name[0] != "_"]
+    flat, refused = dict[str, Any](), dict[str, str]()
+    for name in names or modules:
+        if name not in variables:
+            refused[name] = "there is no such variable"
+            continue
+        try:
+            flat |= dict(_flatten(name, variables[name]))
+        except TypeError as error:
+            refused[name] = str(error)
+    file = io.BytesIO()
+    torch.save(flat, file)
+    return file.getvalue(), refused
+
+
+def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield path, local_of(value).detach().cpu().clone()
+    elif isinstance(value, torch.nn.Module):
+        for kind in (value.named_parameters(), value.named_buffers()):
+            for name, tensor in kind:
+                yield from _flatten(f"{path}.{name}", tensor)
+    elif isinstance(value, PLAIN):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flatten(f"{path}[{key!r}]", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _flatten(f"{path}[{i}]", item)
+    elif hasattr(value, "state_dict"):
+        yield from _flatten(path, value.state_dict())
+    elif hasattr(value, "__array__"):
+        yield path, torch.as_tensor(value.__array__())
+    else:
+        raise TypeError(f"a {type(value).__name__} has no values to compare")
+
+
+def compare_values(ours: bytes, theirs: bytes) -> dict[str, float | str]:
+    """Return the largest absolute difference of each value, or a text about values that cannot be compared."""
+    first, second = (torch.load(io.BytesIO(packed), weights_only=True) for packed in (ours, theirs))
+    found: dict[str, float | str] = {}
+    for path in [*first, *(path for path in second if path not in first)]:
+        if path not in first or path not in second:
+            found[path] = "only in the script" if path in second else "missing in the script"
+        else:
+            found[path] = _difference(first[path], second[path])
+    return found
+
+
+def _difference(one: Any, other: Any) -> float | str:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{tuple(one.shape)} {one.dtype}, in the script {tuple(other.shape)} {other.dtype}"
+        if torch.equal(one, other) or one.numel() == 0:
+            return 0.0
+        largest = (one.to(torch.float64) - other.to(torch.float64)).abs().nan_to_num(float("inf")).max()
+        return float(largest)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return 0.0 if one == other or (one != one and other != other) else float(abs(one - other))
+    return 0.0 if type(one) is type(other) and one == other else f"{one!r}, in the script {other!r}"
