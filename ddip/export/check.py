@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from ddip.errors import BadInput
 from ddip.sharded import values
 
+ERRORS = ("F4", "F5", "F6", "F7", "F82", "F9", "E9", "PLE")
+"""Beginnings of ruff's rules about errors; the others are about style."""
 TOLERANCE = 1e-6
 LAST_LINES = '''
 from ddip.export.check import save_values
@@ -20,6 +23,24 @@ save_values(globals() | locals(), {names})
 '''
 FOLDER = "DDIP_EXPORT_CHECK"
 """Environment variable that tells the ranks of the checked script where to store their values."""
+
+
+def keep_style(text: str, path: Path) -> str:
+    """Return the script with a comment that lets ruff accept the style of the cells, if ruff is installed.
+
+    ruff still reports errors, such as undefined names.
+    """
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "json", "--stdin-filename", str(path), "-"]
+    answer = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    try:
+        codes = {str(found["code"]) for found in json.loads(answer.stdout)}
+    except (ValueError, TypeError, KeyError):
+        return text
+    style = sorted(code for code in codes if code == "F401" or not code.startswith(ERRORS))
+    if not style:
+        return text
+    above, end, below = text.partition('"""\n\n')
+    return f"{above}{end}# ruff: noqa: {', '.join(style)}    the style of the cells, as typed\n\n{below}"
 
 
 def last_lines(names: list[str]) -> str:
@@ -53,6 +74,8 @@ def compare_script(text: str, path: Path, size: int, expected: Sequence[bytes]) 
                         + (difference if isinstance(difference, str) else f"the difference is {difference:.3g}")
                     )
                 differences[name] = max(difference, float(differences.get(name, 0.0)))
+    if not differences:
+        return f"ddip: {path} ran under torchrun; no rank has a module, so name variables to compare: --check loss"
     largest = max((float(difference) for difference in differences.values()), default=0.0)
     return f"ddip: {path} gives the session's values: {len(differences)} compared, largest difference {largest:.3g}"
 

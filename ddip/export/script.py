@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import itertools
+import sys
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,11 +16,6 @@ from ddip.export import names, parameters
 from ddip.export.record import Choice, Session
 from ddip.export.selection import FROM_RANKS, LeftOut, Plan, Step
 
-STYLE = (
-    "ASYNC, B, BLE, C4, DTZ, E, F401, F402, F541, F811, F841, FA, FLY, FURB, G, I, ISC, LOG, N, PERF, PIE, PLC, PLR, "
-    "PLW, PT, PTH, PYI, RET, RUF, S, SIM, T, TC, TRY, UP, W"
-)
-"""Rules of ruff about style, which the script keeps as typed; ruff still finds undefined names and other errors."""
 ENVIRONMENT = ("environ", "putenv", "sys.path", "chdir", "sys.modules", "set_start_method", "subprocess.run", "write_text")
 """Code after which an import may find another module or behave differently."""
 HEADER = '''\
@@ -27,9 +23,6 @@ HEADER = '''\
 
 {launch}
 """
-
-# the style of the cells, as typed:
-# ruff: noqa: {style}
 '''
 LAUNCH = """\
 Run it in the notebook's folder:
@@ -56,9 +49,13 @@ def start_rank() -> None:
         numpy.random.seed(SEEDS[rank])
 '''
 DISPLAY = '''\
-def display(*objects: object, **options: object) -> None:
+class display:
     """Print objects, as a script has no page to show them on."""
-    print(*objects)
+
+    def __init__(self, *objects: object, **options: object) -> None:
+        print(*objects)
+
+    update = __init__
 '''
 COLLECT = '''\
 def from_ranks(value: object) -> list:
@@ -157,14 +154,14 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, last_l
         helpers.append(options.function_text())
         imports.append("import argparse")
     launch = textwrap.indent(LAUNCH.format(size=session.size, name=name), "").strip()
-    header = HEADER.format(size=session.size, backend=session.backend, launch=launch, style=STYLE)
+    header = HEADER.format(size=session.size, backend=session.backend, launch=launch)
     module = [header, "\n".join(_sorted_imports([*layout.imports, *imports])), _rank_text(session)]
     opening = f"def {main}() -> None:\n    \"\"\"Run the cells in the order of the session.\"\"\"\n"
     opening += _global_lines(plan, layout)
     if "matplotlib" in text:
-        opening += "    import matplotlib\n\n    matplotlib.use(\"agg\")  # plots need no screen\n"
+        opening += "    import matplotlib\n\n    matplotlib.use(\"agg\")  # plots need no screen\n\n"
     if options.found:
-        opening += "    options = parse_options()\n"
+        opening += "    options = parse_options()\n\n"
     closing = textwrap.indent(last_lines, "    ")
     parts = [*module, *layout.definitions, *helpers, opening + body + closing, RUN.format(main=main)]
     return "\n\n".join(part.strip("\n") + "\n" for part in parts if part.strip())
@@ -186,9 +183,16 @@ def _start_text(session: Session, calls_init: bool) -> str:
 
 
 def _sorted_imports(lines: Iterable[str]) -> list[str]:
-    unique = [*dict.fromkeys(lines)]
-    future = [line for line in unique if line.startswith("from __future__")]
-    return [*future, *sorted((line for line in unique if line not in future), key=lambda line: line.startswith("from "))]
+    def section(line: str) -> int:
+        package = line.split()[1].partition(".")[0]
+        return 0 if package == "__future__" else 1 if package in sys.stdlib_module_names else 2
+
+    found: list[str] = []
+    for line in sorted({*lines}, key=lambda line: (section(line), line.startswith("from "), line.lower())):
+        if found and section(line) != section(found[-1]):
+            found.append("")
+        found.append(line)
+    return found
 
 
 # -- imports and definitions
@@ -314,7 +318,7 @@ def _main_lines(plan: Plan, layout: _Layout, options: parameters.Options, choice
         where = " of the notebook" if in_notebook else "" if ranks is None else f" on {ranks_text(ranks)}"
         lines += [""] if former == number else ["", f"# cell {number}{where}"]
         former = number
-        body = "\n".join(_step_text(step, step is steps[-1], options, choice) for step in steps)
+        body = "\n".join(_step_text(step, step is steps[-1], options, choice) for step in steps).strip("\n")
         if in_notebook and any(not names.is_pure(step.statement.node) for step in steps):
             body = "with NotebookRandom():\n" + _indented(body)
         if ranks is not None:
@@ -338,8 +342,8 @@ def _step_text(step: Step, is_last: bool, options: parameters.Options, choice: C
         return text
     node = statement.node
     if is_last and isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Call, ast.Constant, ast.ListComp)):
-        above, _, _ = statement.text.partition(ast.get_source_segment(statement.text, node) or "\0")
-        return f"print({ast.unparse(node)})" if above == statement.text else f"{above}print({ast.unparse(node)})"
+        shown = ast.get_source_segment(statement.text, node) or ast.unparse(node)
+        return f"{statement.text.rpartition(shown)[0]}print({shown})"
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
         return f"{node.target.id} = {ast.unparse(node.value)}"  # a global variable has no annotation
     return statement.text

@@ -144,7 +144,7 @@ def _follow_pushes(notebook: Sequence[_Cell], session: Session, choice: Choice, 
             later = {name for _, _, one in statements[position:] for name in one.names.binds}
             for name in sorted(later.intersection(pushed)):
                 plan.problems.append(f"%dipush {name} in cell {number}: the notebook has assigned {name} again since")
-                cell.inserted[i] += [
+            cell.inserted[i] += [
                 Step(_written(f"{name} = stored_value({name!r})"), number, where, shares=frozenset({name}))
                 for name in pushed
             ]
@@ -265,7 +265,7 @@ def _pull_steps(statement: Statement, number: int, session: Session, plan: Plan)
             value += f"[{sources[0]}]"
         elif len(sources) not in (1, session.size):
             value = f"[{value}[i] for i in {sources}]"
-        text = " = ".join([*dict.fromkeys(assigned), value])
+        text = " = ".join([*(one for one in dict.fromkeys(assigned) if one != value), value])
         found.append(Step(_written(text, *needs), number, pulls=frozenset({name})))
     return found
 
@@ -360,13 +360,14 @@ def _check_names(plan: Plan, cells: Sequence[_Cell]) -> None:
     reported: set[str] = set()
     for step in plan.steps:
         found = step.statement.names
+        known |= step.statement.needs
         unknown = sorted(((found.needs | step.pulls) - known) | (found.deferred - known - everything))
         for name in unknown:
             if name not in reported:
                 origin = failed.get(name, "no exported cell")
                 plan.problems.append(f"cell {step.number} reads {name}, which {origin} assigns")
                 reported.add(name)
-        known |= found.binds | found.sets
+        known |= found.binds | found.sets | step.shares
 
 
 def _check_sides(plan: Plan) -> None:

@@ -78,7 +78,8 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[tuple[str, ast.stmt
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         assert node.end_lineno is not None and node.end_col_offset is not None
-        above = "".join(lines[former : first - 1]).lstrip("\n")
+        above = "".join(lines[former : first - 1])
+        above = ("\n" if former and above.startswith("\n") else "") + above.lstrip("\n")
         begin = 0 if decorators else node.col_offset
         inner = lines[first - 1 : node.end_lineno]
         after = inner[-1].encode()[node.end_col_offset :].decode().rstrip("\n")
@@ -123,14 +124,12 @@ def _translate_statement(text: str, node: ast.stmt, in_notebook: bool) -> Statem
         return Statement(_commented(text), None, _bound_by(tree), str(error))
     for begin_at, end_at, plain in sorted(edits, reverse=True):
         text = text[:begin_at] + plain + text[end_at:]
-    if edits:
-        node = ast.parse(text).body[0]
     if problem := names.find_waits(text):
         return Statement(_commented(text), None, _bound_by(tree), problem)
     found = names.names_of(text)
     if "get_ipython" in found.reads | found.deferred:
-        return Statement(_commented(text), None, found, ast.unparse(node).partition("\n")[0])
-    return Statement(text, node, found, needs=frozenset(needs))
+        return Statement(_commented(text), None, found, text.strip().partition("\n")[0])
+    return Statement(text, ast.parse(text).body[0], found, needs=frozenset(needs))
 
 
 def _bound_by(tree: ast.Module) -> Names:

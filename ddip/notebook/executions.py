@@ -51,27 +51,22 @@ class Executions:
         if result.info is not None and result.info.store_history and not result.success:
             self._failed.add(self._number)
 
-    def list_executions(self, cells: Iterable[Cell]) -> tuple[Execution, ...]:
-        """Return the executions in order: the `cells` on ranks, and those of the notebook so far."""
+    def list_executions(self, cells: Iterable[Cell], since: float) -> tuple[Execution, ...]:
+        """Return the executions of the notebook so far, and those of the `cells` on ranks `since` a Unix time."""
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
-        found = [(cell.number, cell.began or cell.submitted, self._rank_execution(cell, sources)) for cell in cells]
-        numbers = {number for number, _, _ in found}
+        found: list[tuple[int, float, Execution]] = []
+        on_ranks: dict[int, set[str]] = {}
+        for cell in cells:
+            on_ranks.setdefault(cell.number, set()).add(cell.code.strip())
+            if cell.submitted >= since:
+                found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, sources)))
         for number, source in enumerate(sources[: self._number]):
-            local = self._local_code(source, number in numbers)
+            local = _local_code(source, on_ranks.get(number, set()))
             if local.strip():
-                failure = "it failed" if number in self._failed and number not in numbers else ""
+                failure = "it failed" if number in self._failed and number not in on_ranks else ""
                 found.append((number, 0.0, Execution(number, local, failure=failure)))
         found.sort(key=lambda one: one[:2])
         return tuple(execution for _, _, execution in found)
-
-    def _local_code(self, source: str, has_cells: bool) -> str:
-        """Return the code that the notebook ran itself."""
-        code = skip_comments(source)
-        local = LOCAL.match(code)
-        if local:
-            return code[local.end() :]
-        runs_on_ranks = DIP.match(code) or (has_cells and "dip" not in code and "run(" not in code)
-        return "" if runs_on_ranks else source
 
     def _rank_execution(self, cell: Cell, sources: list[str]) -> Execution:
         source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
@@ -88,6 +83,15 @@ class Executions:
         return Execution(
             cell.number, code, tuple(cell.ranks), failure, is_param, self._cells.get(cell.number, "")
         )
+
+
+def _local_code(source: str, on_ranks: set[str]) -> str:
+    """Return the code of a cell that the notebook ran itself; `on_ranks`: the code that ranks ran for it."""
+    code = skip_comments(source)
+    local = LOCAL.match(code)
+    if local:
+        return code[local.end() :]
+    return "" if DIP.match(code) or source.strip() in on_ranks or code.strip() in on_ranks else source
 
 
 def parse_numbers(typed: str) -> frozenset[int]:

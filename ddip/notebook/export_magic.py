@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
@@ -16,7 +16,7 @@ from ddip.notebook.arguments import with_examples
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from ddip.export.record import Choice, Session
+    from ddip.export.record import Session
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
@@ -64,8 +64,9 @@ class ExportMagics(Magics):
         The script repeats the executions in their order, from the random states of the ranks' start. Failed cells, and
         cells whose results nothing later reads, stay as comments.
         """
-        from ddip.export import script, selection
+        from ddip.export import check, script, selection
         from ddip.export.record import Choice
+        from ddip.sharded import values
 
         args = arguments.parse_line(self.dipexport, "%dipexport", line)
         path = _checked_path(args.path, args.force)
@@ -73,8 +74,9 @@ class ExportMagics(Magics):
         session, remarks = self._read_session(group)
         numbers = None if args.cells is None else _checked_numbers(args.cells, session)
         names = _checked_names(args.check or [], group)
-        results = frozenset(names) if names or args.check is None else frozenset(_module_names(group))
-        choice = Choice(numbers, args.last, args.partial, results, args.data)
+        expected = [] if args.check is None else self._fetch_results(group, names)
+        results = names or (sorted(values.packed_names(expected[0])) if expected else [])
+        choice = Choice(numbers, args.last, args.partial, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
         if plan.problems and not args.partial:
             raise BadInput(_refusal(path, plan.problems))
@@ -83,10 +85,11 @@ class ExportMagics(Magics):
         data = f"{path.stem}.data.pickle" if args.data and plan.stored else ""
         text = script.write_script(plan, session, choice, path.name, data=data)
         _ensure_valid(text, path)
-        values = self._packed_values(plan.stored) if data else b""
+        text = check.keep_style(text, path)
+        pushed = self._packed_values(plan.stored) if data else b""
         path.write_text(text)
         if data:
-            path.with_name(data).write_bytes(values)
+            path.with_name(data).write_bytes(pushed)
         for remark in [*remarks, *plan.problems]:
             print(f"ddip: {remark}")
         if args.last:
@@ -96,7 +99,8 @@ class ExportMagics(Magics):
         more = f", {left} left out as comments" if left else ""
         self._main.confirm_done(f"wrote {path}: {count} cells{more}; torchrun --nproc-per-node {session.size} {path}")
         if args.check is not None:
-            self._check_script(group, session, choice, plan, path, names, data)
+            text = script.write_script(plan, session, choice, path.name, check.last_lines(results), data)
+            print(check.compare_script(text, path, session.size, expected))
 
     def _read_session(self, group: Group) -> tuple[Session, list[str]]:
         """Return the session since the group started, and remarks on what the script does not repeat."""
@@ -115,7 +119,7 @@ class ExportMagics(Magics):
             "cuda" if group.spec.on_gpus else "cpu",
             threads[0],
             group.request.app,
-            self.executions.list_executions(cells),
+            self.executions.list_executions(self._main.history, started),
         )
         remarks = [
             f"{text}: the script does not repeat this; --check shows whether the numbers are equal"
@@ -140,21 +144,17 @@ class ExportMagics(Magics):
         except Exception as error:
             raise BadInput(f"%dipexport --data: {', '.join(names)} cannot be pickled: {error}") from None
 
-    def _check_script(
-        self, group: Group, session: Session, choice: Choice, plan: Any, path: Path, names: list[str], data: str
-    ) -> None:
-        """Run the script, and raise BadInput if its values differ from the session's."""
-        from ddip.export import check, script
+    def _fetch_results(self, group: Group, names: list[str]) -> list[bytes]:
+        """Return each rank's values of `names`, or of all modules; raises BadInput for one that has no values."""
         from ddip.protocol import on_rank
 
         with group.lifecycle.turn:
             group.lifecycle.ensure_ready_for_cell()
-            ours = group.ranks.ask(range(group.world_size), on_rank.pack_results(names))
-        refused = {name: why for _, reasons in ours for name, why in reasons.items()}
-        for name, why in refused.items():
-            raise BadInput(f"--check {name}: {why}; {path} was written")
-        text = script.write_script(plan, session, choice, path.name, check.last_lines(names), data)
-        print(check.compare_script(text, path, session.size, [packed for packed, _ in ours]))
+            answers = group.ranks.ask(range(group.world_size), on_rank.pack_results(names))
+        for rank, (_, refused) in enumerate(answers):
+            for name, why in refused.items():
+                raise BadInput(f"--check {name}: {why}, on rank {rank}; leave it out")
+        return [packed for packed, _ in answers]
 
 
 def _checked_path(typed: str | None, force: bool) -> Path:
@@ -188,10 +188,6 @@ def _checked_names(typed: list[str], group: Group) -> list[str]:
         if name not in known:
             raise BadInput(f"--check {name}: rank 0 has no variable {name}{arguments.suggest_names('--check', [name], known)}")
     return names
-
-
-def _module_names(group: Group) -> list[str]:
-    return group.variable_names("")
 
 
 def _refusal(path: Path, problems: list[str]) -> str:

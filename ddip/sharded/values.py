@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,12 @@ def pack_values(variables: Mapping[str, Any], names: list[str]) -> tuple[bytes, 
     file = io.BytesIO()
     torch.save(flat, file)
     return file.getvalue(), refused
+
+
+def packed_names(packed: bytes) -> set[str]:
+    """Return the names of the variables whose values are in `packed`."""
+    flat = torch.load(io.BytesIO(packed), weights_only=True)
+    return {re.split(r"[.\[]", path)[0] for path in flat}
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
