@@ -68,6 +68,11 @@ class Executions:
         found.sort(key=lambda one: one[:2])
         return tuple(execution for _, _, execution in found)
 
+    def has_pushed(self, number: int) -> bool:
+        """Return True if the cell with this number has typed ``%dipush``, which a script translates."""
+        sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
+        return number < len(sources) and "%dipush" in sources[number]
+
     def _rank_execution(self, cell: Cell, sources: list[str]) -> Execution:
         source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
         line = DIP_LINE.match(source)

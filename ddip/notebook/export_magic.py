@@ -123,8 +123,8 @@ class ExportMagics(Magics):
         )
         remarks = [
             f"{text}: the script does not repeat this; --check shows whether the numbers are equal"
-            for at, text in self._main.history.changes
-            if at >= started
+            for at, text, number in self._main.history.changes
+            if at >= started and not (number and self.executions.has_pushed(number))
         ]
         remarks += [
             f"cell {cell.number} {cell.outcome_text}: the script leaves it out, with all that it had done before"

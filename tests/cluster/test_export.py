@@ -93,12 +93,11 @@ def test_failed_and_idle_cells_are_comments(trained: Notebook) -> None:
 
 
 def test_a_value_that_differs_is_named(trained: Notebook) -> None:
-    trained.ok("%%dip --bg\nimport gc; losses.append(0.5); del losses[-1]\n_ = None")
-    trained.ok("%dipwait")
-    trained.ok("%dipper g\ng.push({'losses': [5.0]})")  # without a cell that the script could repeat
+    trained.ok("%dipper g\ng.push({'losses': [5.0]})")  # the script does not repeat this
     try:
         refused = trained.run("%dipexport train.py --force --check losses")
         assert refused.error == "BadInput"
+        assert "ddip: Group.push sent losses: the script does not repeat this" in refused.stdout
         assert "--check: train.py does not give the session's losses[0] on rank 0: the difference is" in refused.message
     finally:
         trained.ok("%%dip\nlosses = []")

@@ -31,8 +31,8 @@ class History:
         self.keep_output_bytes = keep_output_bytes
         """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
-        self.changes: list[tuple[float, str]] = []
-        """Changes of the ranks' state other than by cells: their Unix time in seconds, and a description."""
+        self.changes: list[tuple[float, str, int]] = []
+        """Changes of the ranks' state other than by cells: Unix time in seconds, description, number of the cell."""
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(list(self._cells))
@@ -45,9 +45,12 @@ class History:
             if ended is not None:
                 self._cells.remove(ended)
 
-    def note_change(self, text: str) -> None:
-        """Note that something other than a cell has changed the state of ranks; `text` describes it."""
-        self.changes.append((time.time(), text))
+    def note_change(self, text: str, number: int = 0) -> None:
+        """Note that something other than a cell has changed the state of ranks; `text` describes it.
+
+        `number`: the cell of the notebook that did it, 0 if that does not matter.
+        """
+        self.changes.append((time.time(), text, number))
 
     def remove(self, cell: Cell) -> None:
         """Remove a cell that will not run after all; raise ValueError if the history lacks it."""
