@@ -16,11 +16,11 @@ from ddip.sharded import values
 ERRORS = ("F4", "F5", "F6", "F7", "F82", "F9", "E9", "PLE")
 """Beginnings of ruff's rules about errors; the others are about style."""
 TOLERANCE = 1e-6
-LAST_LINES = '''
+LAST_LINES = """
 from ddip.export.check import save_values
 
 save_values(globals() | locals(), {names})
-'''
+"""
 FOLDER = "DDIP_EXPORT_CHECK"
 """Environment variable that tells the ranks of the checked script where to store their values."""
 

@@ -13,10 +13,13 @@ PROVIDED = frozenset({"rank", "world_size", "device"})
 """Variables that ddip, and the script, define on each rank."""
 DYNAMIC = frozenset({"globals", "locals", "vars", "eval", "exec", "dir"})
 """Functions that may read any variable."""
-PURE_CALLS = frozenset({"len", "int", "float", "str", "bool", "type", "isinstance", "abs", "round", "dir", "id", "repr"})
+PURE_CALLS = frozenset(
+    {"len", "int", "float", "str", "bool", "type", "isinstance", "abs", "round", "dir", "id", "repr"}
+)
 """Functions without an effect; ``list``, for example, may draw random numbers from a DataLoader."""
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
@@ -73,10 +76,7 @@ def names_of(text: str) -> Names:
             reads.add(node.target.id)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
             reads.add(node.id)
-    if isinstance(tree.body[0], COMPOUND):  # a loop reads what it has assigned
-        needed = reads - binds
-    else:
-        needed = reads
+    needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
     return Names(
         frozenset(binds), frozenset(reads), frozenset(deferred), frozenset(assigned), frozenset(needed - BUILTINS)
     )
@@ -116,14 +116,14 @@ def is_pure(node: ast.stmt | None) -> bool:
         case ast.AnnAssign(target=ast.Name()):
             return node.value is None or _is_pure_value(node.value)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return not node.decorator_list and all(map(_is_pure_value, _defaults(node)))
+            return not node.decorator_list and all(map(_is_pure_value, _default_values(node)))
         case ast.ClassDef():
             parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
             return not node.decorator_list and all(map(_is_pure_value, parts)) and all(map(is_pure, node.body))
     return False
 
 
-def _defaults(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+def _default_values(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
     return [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
 
 
@@ -143,7 +143,7 @@ def is_repeatable(node: ast.stmt) -> bool:
     """Return True if a second run of a definition makes an equal object: it holds no state of its own."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         constant = (ast.Constant, ast.Name, ast.Attribute, ast.UnaryOp)
-        return all(isinstance(default, constant) for default in _defaults(node))
+        return all(isinstance(default, constant) for default in _default_values(node))
     if isinstance(node, ast.ClassDef):
         simple = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass)
         return all(
@@ -159,10 +159,12 @@ def is_repeatable(node: ast.stmt) -> bool:
 def calls_when_defined(node: ast.stmt) -> bool:
     """Return True if a definition calls anything but decorators when it runs."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return not all(map(_is_pure_value, _defaults(node)))
+        return not all(map(_is_pure_value, _default_values(node)))
     assert isinstance(node, ast.ClassDef)
     parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
-    inner = (calls_when_defined(one) if isinstance(one, (*SCOPES, ast.ClassDef)) else not is_pure(one) for one in node.body)
+    inner = (
+        calls_when_defined(one) if isinstance(one, (*SCOPES, ast.ClassDef)) else not is_pure(one) for one in node.body
+    )
     return not all(map(_is_pure_value, parts)) or any(inner)
 
 

@@ -50,5 +50,7 @@ class Options:
 
     def _option_line(self, name: str, default: object) -> str:
         flag = f"--{name.replace('_', '-')}"
-        kind = "action=argparse.BooleanOptionalAction" if isinstance(default, bool) else f"type={type(default).__name__}"
+        kind = (
+            "action=argparse.BooleanOptionalAction" if isinstance(default, bool) else f"type={type(default).__name__}"
+        )
         return f"parser.add_argument({flag!r}, dest={name!r}, {kind}, default={default!r})"

@@ -19,6 +19,8 @@ class Execution:
     """Reason why the cell has no complete effect, such as its error; empty if it succeeded."""
     is_param: bool = False
     """True if its assignments become options of the script."""
+    resized: str = ""
+    """The later change of the number of ranks, in words; empty if there was none."""
     cell: str = ""
     """Identifier of the notebook's cell; empty if the front end sends none."""
 

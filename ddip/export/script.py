@@ -16,7 +16,16 @@ from ddip.export import names, parameters
 from ddip.export.record import Choice, Session
 from ddip.export.selection import FROM_RANKS, LeftOut, Plan, Step
 
-ENVIRONMENT = ("environ", "putenv", "sys.path", "chdir", "sys.modules", "set_start_method", "subprocess.run", "write_text")
+ENVIRONMENT = (
+    "environ",
+    "putenv",
+    "sys.path",
+    "chdir",
+    "sys.modules",
+    "set_start_method",
+    "subprocess.run",
+    "write_text",
+)
 """Code after which an import may find another module or behave differently."""
 HEADER = '''\
 """The distributed cells of a notebook session, exported by ddip: {size} ranks, {backend}.
@@ -96,17 +105,23 @@ class NotebookRandom:
         if of_numpy is not None:
             sys.modules["numpy.random"].set_state(of_numpy)
 '''
-INIT = '''\
+INIT = """\
     # cells may call init_process_group again: the group exists, and the call does nothing
     torch.distributed.init_process_group = lambda *arguments, **options: None
-'''
-RUN = '''\
+"""
+APP = """\
+    # the app {app} of ddip prepared its framework on each rank of the session; this does the same
+    import ddip.apps.{app}
+
+    ddip.apps.{app}.prepare()
+"""
+RUN = """\
 if __name__ == "__main__":
     start_rank()
     {main}()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-'''
+"""
 
 
 @dataclass
@@ -128,7 +143,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, last_l
 
     `last_lines`: code for the end of ``main``; `data`: name of the file with pushed values.
     """
-    layout = _arrange(plan.steps)
+    layout = _arrange_steps(plan.steps)
     bound = {one for step in plan.steps for one in step.statement.names.binds}
     main = next(one for one in ("main", "run_cells", "run_session") if one not in bound)
     options = parameters.Options(session)
@@ -156,10 +171,10 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, last_l
     launch = textwrap.indent(LAUNCH.format(size=session.size, name=name), "").strip()
     header = HEADER.format(size=session.size, backend=session.backend, launch=launch)
     module = [header, "\n".join(_sorted_imports([*layout.imports, *imports])), _rank_text(session)]
-    opening = f"def {main}() -> None:\n    \"\"\"Run the cells in the order of the session.\"\"\"\n"
+    opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
     opening += _global_lines(plan, layout)
     if "matplotlib" in text:
-        opening += "    import matplotlib\n\n    matplotlib.use(\"agg\")  # plots need no screen\n\n"
+        opening += '    import matplotlib\n\n    matplotlib.use("agg")  # plots need no screen\n\n'
     if options.found:
         opening += "    options = parse_options()\n\n"
     closing = textwrap.indent(last_lines, "    ")
@@ -168,18 +183,24 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, last_l
 
 
 def _rank_text(session: Session) -> str:
-    device = "torch.device(\"cpu\")"
+    device = 'torch.device("cpu")'
     if session.device != "cpu":
-        device = f"torch.device({session.device!r}, int(os.environ[\"LOCAL_RANK\"]))"
+        device = f'torch.device({session.device!r}, int(os.environ["LOCAL_RANK"]))'
     return f'rank = int(os.environ["RANK"])\nworld_size = int(os.environ["WORLD_SIZE"])\ndevice = {device}\n'
+
+
+def _app_text(app: str | None) -> str:
+    if app is None:
+        return ""
+    if app == "deepspeed":
+        return "    # DeepSpeed uses the process group; the app of the session has prepared nothing else\n"
+    return APP.format(app=app)
 
 
 def _start_text(session: Session, calls_init: bool) -> str:
     use_device = "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    "
-    text = START.format(
-        seeds=session.seeds, use_device=use_device, threads=session.threads, backend=session.backend
-    )
-    return text + (INIT if calls_init else "")
+    text = START.format(seeds=session.seeds, use_device=use_device, threads=session.threads, backend=session.backend)
+    return text + (INIT if calls_init else "") + _app_text(session.app)
 
 
 def _sorted_imports(lines: Iterable[str]) -> list[str]:
@@ -198,7 +219,7 @@ def _sorted_imports(lines: Iterable[str]) -> list[str]:
 # -- imports and definitions
 
 
-def _arrange(steps: Sequence[Step]) -> _Layout:
+def _arrange_steps(steps: Sequence[Step]) -> _Layout:
     """Choose the imports, functions and classes that can be above ``main`` without another meaning."""
     layout = _Layout()
     nodes: dict[str, list[ast.stmt | None]] = {}
@@ -217,14 +238,16 @@ def _arrange(steps: Sequence[Step]) -> _Layout:
     for step in steps:
         node, found = step.statement.node, step.statement.names
         same = node is not None and all(
-            other is node or (other is not None and _is_same(node, other)) for one in found.binds for other in nodes[one]
+            other is node or (other is not None and _is_same(node, other))
+            for one in found.binds
+            for other in nodes[one]
         )
         early = found.binds & (read | (names.BUILTINS - {"__name__"}))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
             if star or (same and not early - layout.names and not changed):
                 layout.imports += _import_lines(node)
-                _hoist(step, layout)
+                _hoist_step(step, layout)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             repeated = any(other is not node for other in nodes[node.name])
             first = node.name not in layout.names
@@ -239,7 +262,7 @@ def _arrange(steps: Sequence[Step]) -> _Layout:
             ):
                 if first:
                     layout.definitions.append(step.statement.text)
-                _hoist(step, layout)
+                _hoist_step(step, layout)
                 layout.deferred |= found.deferred
         elif node is not None:
             changed = changed or any(word in step.statement.text for word in ENVIRONMENT)
@@ -249,7 +272,7 @@ def _arrange(steps: Sequence[Step]) -> _Layout:
     return layout
 
 
-def _hoist(step: Step, layout: _Layout) -> None:
+def _hoist_step(step: Step, layout: _Layout) -> None:
     layout.hoisted.add(id(step))
     layout.names |= step.statement.names.binds
 
@@ -259,12 +282,12 @@ def _is_same(node: ast.stmt, other: ast.stmt) -> bool:
     if isinstance(node, names.SHARED):
         if not isinstance(other, names.SHARED):
             return False
-        first, second = _imported(node), _imported(other)
+        first, second = _import_origins(node), _import_origins(other)
         return all(first[name] == second[name] for name in first.keys() & second.keys())
     return ast.dump(node) == ast.dump(other)
 
 
-def _imported(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+def _import_origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
     """Return the origin of each name that an import binds."""
     if isinstance(node, ast.Import):
         return {
@@ -320,12 +343,12 @@ def _main_lines(plan: Plan, layout: _Layout, options: parameters.Options, choice
         former = number
         body = "\n".join(_step_text(step, step is steps[-1], options, choice) for step in steps).strip("\n")
         if in_notebook and any(not names.is_pure(step.statement.node) for step in steps):
-            body = "with NotebookRandom():\n" + _indented(body)
+            body = "with NotebookRandom():\n" + _indent_code(body)
         if ranks is not None:
             test = f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
-            body = f"if {test}:\n" + _indented(body)
+            body = f"if {test}:\n" + _indent_code(body)
         lines.append(body)
-    return _indented("\n".join(lines).strip("\n") or "pass") + "\n"
+    return _indent_code("\n".join(lines).strip("\n") or "pass") + "\n"
 
 
 def _block_of(part: Step | LeftOut) -> tuple[object, ...]:
@@ -349,7 +372,7 @@ def _step_text(step: Step, is_last: bool, options: parameters.Options, choice: C
     return statement.text
 
 
-def _indented(text: str) -> str:
+def _indent_code(text: str) -> str:
     """Indent all lines but those that continue a string."""
     inside: set[int] = set()
     try:

@@ -7,6 +7,7 @@ definitions may draw random numbers, change an object or communicate.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ EVERYWHERE: tuple[int, ...] | None = None
 RANDOM = ("rand", "shuffle", "sample", "permutation", "choice", "normal_(", "uniform")
 FROM_RANKS = "from_ranks"
 """Function of the script that collects a variable of all ranks."""
+APPS = ("deepspeed", "hf", "lightning")
+"""Apps that a script can prepare."""
 SEEDED = ("seed", "default_rng(", "random_state", "generator")
 
 
@@ -92,7 +95,8 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     """Return the parts of the script for a session."""
     plan = Plan()
     cells = [
-        _Cell(one, translation.translate_cell(one.code, one.ranks is None)) for one in _chosen_executions(session, choice)
+        _Cell(one, translation.translate_cell(one.code, one.ranks is None))
+        for one in _chosen_executions(session, choice)
     ]
     notebook = [cell for cell in cells if cell.is_local and not cell.execution.failure]
     for cell in notebook:
@@ -107,7 +111,18 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     for step in plan.steps:
         if step.statement.problem and not choice.partial:
             plan.problems.append(f"cell {step.number}: {step.statement.problem}")
+    _check_group(plan, cells, session)
     return plan
+
+
+def _check_group(plan: Plan, cells: Sequence[_Cell], session: Session) -> None:
+    """Add a problem for cells of another number of ranks, and for an app that a script cannot prepare."""
+    resized = [cell.execution for cell in cells if cell.execution.resized]
+    if resized:
+        last = resized[-1]
+        plan.problems.append(f"{last.resized} after cell {last.number}; --cells {last.number + 1}- takes later cells")
+    if session.app not in (None, *APPS):
+        plan.problems.append(f"-a {session.app}: a script cannot prepare this app")
 
 
 def _chosen_executions(session: Session, choice: Choice) -> list[Execution]:
@@ -123,13 +138,13 @@ def _chosen_executions(session: Session, choice: Choice) -> list[Execution]:
 # -- the notebook's side
 
 
-def _statements(cells: Sequence[_Cell]) -> list[tuple[_Cell, int, Statement]]:
+def _list_statements(cells: Sequence[_Cell]) -> list[tuple[_Cell, int, Statement]]:
     return [(cell, i, statement) for cell in cells for i, statement in enumerate(cell.statements)]
 
 
 def _follow_pushes(notebook: Sequence[_Cell], session: Session, choice: Choice, plan: Plan) -> None:
     """Keep the notebook's statements that made pushed values, or store the values."""
-    statements = _statements(notebook)
+    statements = _list_statements(notebook)
     for position, (cell, i, statement) in enumerate(statements):
         if statement.transfer is None or statement.transfer.magic != "dipush":
             continue
@@ -145,7 +160,7 @@ def _follow_pushes(notebook: Sequence[_Cell], session: Session, choice: Choice, 
             for name in sorted(later.intersection(pushed)):
                 plan.problems.append(f"%dipush {name} in cell {number}: the notebook has assigned {name} again since")
             cell.inserted[i] += [
-                Step(_written(f"{name} = stored_value({name!r})"), number, where, shares=frozenset({name}))
+                Step(_added_statement(f"{name} = stored_value({name!r})"), number, where, shares=frozenset({name}))
                 for name in pushed
             ]
             plan.stored += [name for name in pushed if name not in plan.stored]
@@ -157,7 +172,7 @@ def _follow_pushes(notebook: Sequence[_Cell], session: Session, choice: Choice, 
             )
 
 
-def _written(text: str, *needs: str) -> Statement:
+def _added_statement(text: str, *needs: str) -> Statement:
     """Return an assignment that the script adds, as a statement."""
     node = ast.parse(text).body[0]
     return Statement(text, node, Names(names.certain_binds(node)), needs=frozenset(needs))
@@ -183,9 +198,9 @@ def _keep_makers(before: Sequence[tuple[_Cell, int, Statement]], needed: set[str
             cell.kept[i] = True
             found |= makes
             if one.problem:
-                origin |= {name: f"cell {cell.execution.number} has no translation ({one.problem})" for name in makes}
+                origin |= dict.fromkeys(makes, f"cell {cell.execution.number} has no translation ({one.problem})")
             if _draws_unseeded(one, before):
-                origin |= {name: f"cell {cell.execution.number} may draw it without a seed" for name in makes & needed}
+                origin |= dict.fromkeys(makes & needed, f"cell {cell.execution.number} may draw it without a seed")
             live = (live - names.certain_binds(one.node)) | one.names.reads
             deferred |= one.names.deferred - BUILTINS
         if deferred == former:
@@ -205,8 +220,10 @@ def _sets_seed(statement: Statement) -> bool:
 def _draws_unseeded(statement: Statement, before: Sequence[tuple[_Cell, int, Statement]]) -> bool:
     """Return True if the statement seems to draw random numbers, and no statement seems to set a seed."""
     draws = any(word in statement.text for word in RANDOM) and not names.is_pure(statement.node)
-    return draws and not any(word in one.text for _, _, one in before for word in SEEDED) and not any(
-        word in statement.text for word in SEEDED
+    return (
+        draws
+        and not any(word in one.text for _, _, one in before for word in SEEDED)
+        and not any(word in statement.text for word in SEEDED)
     )
 
 
@@ -219,7 +236,7 @@ def _pulled_names(statement: Statement) -> set[str]:
 
 def _follow_pulls(notebook: Sequence[_Cell], session: Session, plan: Plan) -> None:
     """Keep the notebook's cells that use pulled values, for rank 0."""
-    statements = _statements(notebook)
+    statements = _list_statements(notebook)
     pulled: set[str] = set()
     for cell in notebook:
         used = any(one.names.all_reads & pulled for one in cell.statements if one.transfer is None)
@@ -266,7 +283,7 @@ def _pull_steps(statement: Statement, number: int, session: Session, plan: Plan)
         elif len(sources) not in (1, session.size):
             value = f"[{value}[i] for i in {sources}]"
         text = " = ".join([*(one for one in dict.fromkeys(assigned) if one != value), value])
-        found.append(Step(_written(text, *needs), number, pulls=frozenset({name})))
+        found.append(Step(_added_statement(text, *needs), number, pulls=frozenset({name})))
     return found
 
 
@@ -289,6 +306,8 @@ def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]
     later: dict[str, int] = {}
     for cell in reversed(cells):
         if cell.execution.failure:
+            if not cell.is_local:
+                live = _keep_begun(cell, live, deferred)
             continue
         chosen = [one for i, one in enumerate(cell.statements) if not cell.is_local or (cell.kept and cell.kept[i])]
         inner = set(live)
@@ -308,6 +327,23 @@ def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]
             live |= {name for step in steps for name in step.pulls}
         later |= {name: cell.execution.number for one in chosen for name in names.certain_binds(one.node)}
     return reasons
+
+
+def _keep_begun(cell: _Cell, live: set[str], deferred: set[str]) -> set[str]:
+    """Keep the definitions with which a failed cell began if later cells read them; return the live names before.
+
+    They have no other effect, and precede all that can have failed.
+    """
+    plain = (*names.SHARED, *names.DEFINITIONS)
+    begun = list(
+        itertools.takewhile(lambda one: names.is_pure(one.node) or isinstance(one.node, plain), cell.statements)
+    )
+    cell.kept = [False] * len(cell.statements)
+    for i, one in reversed(list(enumerate(begun))):
+        cell.kept[i] = one.node is not None and bool(one.names.binds & live)
+        if cell.kept[i]:
+            live = _live_before(one, live, deferred)
+    return live
 
 
 def _live_before(statement: Statement, live: set[str], deferred: set[str]) -> set[str]:
@@ -332,6 +368,8 @@ def _parts_of(cell: _Cell, session: Session, idle: str) -> Iterator[Step | LeftO
     if reason:
         if not cell.is_local:
             yield LeftOut(execution.number, reason, execution.code)
+            kept = [one for one, is_kept in zip(cell.statements, cell.kept, strict=False) if is_kept]
+            yield from (Step(one, execution.number, execution.ranks) for one in kept)
         return
     ranks = execution.ranks if not cell.is_local else ((0,) if cell.on_rank_0 else EVERYWHERE)
     ranks = EVERYWHERE if ranks is not None and len(ranks) == session.size else ranks
@@ -381,7 +419,11 @@ def _check_sides(plan: Plan) -> None:
         one = step.statement
         for name in sorted(one.names.needs):
             if step.in_notebook not in owner.get(name, {step.in_notebook}):
-                sides = ("the ranks have", "the notebook has") if step.in_notebook else ("the notebook has", "the ranks have")
+                sides = (
+                    ("the ranks have", "the notebook has")
+                    if step.in_notebook
+                    else ("the notebook has", "the ranks have")
+                )
                 plan.problems.append(
                     f"cell {step.number} reads {name}, which {sides[0]} assigned since {sides[1]}: give one of the two "
                     "variables another name"

@@ -17,7 +17,19 @@ from ddip.export.names import Names
 INLINED = ("time", "capture")
 """Magics that run their code once: the code stays."""
 DROPPED = (
-    *("matplotlib", "config", "load_ext", "reload_ext", "autoreload", "aimport", "pdb", "who", "whos", "pinfo", "pinfo2"),
+    *(
+        "matplotlib",
+        "config",
+        "load_ext",
+        "reload_ext",
+        "autoreload",
+        "aimport",
+        "pdb",
+        "who",
+        "whos",
+        "pinfo",
+        "pinfo2",
+    ),
     *("precision", "xmode", "colors", "history", "lsmagic", "pip", "conda", "pwd", "psearch", "alias", "logstart"),
 )
 """Magics without effect on the numbers of a script."""
@@ -59,14 +71,14 @@ def translate_cell(code: str, in_notebook: bool = False) -> list[Statement]:
     if found:
         if found[1] not in INLINED:
             typed = f"%%{found[1]}{found[2].rstrip()}"
-            return [Statement(_commented(code), None, Names(), typed)]
-        return [_comment(f"%%{found[1]}{found[2].rstrip()}"), *translate_cell(code[found.end() :], in_notebook)]
+            return [Statement(_comment_out(code), None, Names(), typed)]
+        return [_comment_only(f"%%{found[1]}{found[2].rstrip()}"), *translate_cell(code[found.end() :], in_notebook)]
     source = TransformerManager().transform_cell(code)
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
     except SyntaxError as error:
-        return [Statement(_commented(code), None, Names(), (error.text or code).strip())]
+        return [Statement(_comment_out(code), None, Names(), (error.text or code).strip())]
     return [_translate_statement(text, node, in_notebook) for text, node in _split_source(source, tree)]
 
 
@@ -102,7 +114,7 @@ def _translate_statement(text: str, node: ast.stmt, in_notebook: bool) -> Statem
                 continue
             assert isinstance(call, ast.Call)
             name, arguments = magic
-            transfer = _transfer(name, arguments) if in_notebook else None
+            transfer = _find_transfer(name, arguments) if in_notebook else None
             if transfer is not None:
                 if not _is_alone(tree, call):
                     raise Untranslatable(f"%{transfer.magic} {transfer.line}")
@@ -110,25 +122,28 @@ def _translate_statement(text: str, node: ast.stmt, in_notebook: bool) -> Statem
             plain, modules = _plain_code(name, arguments, in_notebook)
             if plain is None and _is_whole(tree, call):
                 above = text[:begin]
-                return replace(_comment(_typed(name, arguments)), text=above + _comment(_typed(name, arguments)).text)
+                return replace(
+                    _comment_only(_typed_text(name, arguments)),
+                    text=above + _comment_only(_typed_text(name, arguments)).text,
+                )
             needs |= modules
-            edits.append((*_span(text, call), plain or "None"))
+            edits.append((*_find_span(text, call), plain or "None"))
         for wait in names.top_level_awaits(tree):
             if not isinstance(wait.value, ast.Call):
                 raise Untranslatable(ast.unparse(wait))
-            begin_at, end_at = _span(text, wait)
-            inner = _span(text, wait.value)
+            begin_at, end_at = _find_span(text, wait)
+            inner = _find_span(text, wait.value)
             edits.append((begin_at, end_at, f"asyncio.run({text[slice(*inner)]})"))
             needs.add("asyncio")
     except Untranslatable as error:
-        return Statement(_commented(text), None, _bound_by(tree), str(error))
+        return Statement(_comment_out(text), None, _bound_by(tree), str(error))
     for begin_at, end_at, plain in sorted(edits, reverse=True):
         text = text[:begin_at] + plain + text[end_at:]
     if problem := names.find_waits(text):
-        return Statement(_commented(text), None, _bound_by(tree), problem)
+        return Statement(_comment_out(text), None, _bound_by(tree), problem)
     found = names.names_of(text)
     if "get_ipython" in found.reads | found.deferred:
-        return Statement(_commented(text), None, found, text.strip().partition("\n")[0])
+        return Statement(_comment_out(text), None, found, text.strip().partition("\n")[0])
     return Statement(text, ast.parse(text).body[0], found, needs=frozenset(needs))
 
 
@@ -150,11 +165,11 @@ def _shell_call(node: ast.AST) -> tuple[str, list[str]] | None:
     return None
 
 
-def _typed(name: str, arguments: list[str]) -> str:
+def _typed_text(name: str, arguments: list[str]) -> str:
     return f"!{arguments[0]}" if name.startswith("!") else f"%{name} {' '.join(arguments)}".rstrip()
 
 
-def _transfer(name: str, arguments: list[str]) -> Transfer | None:
+def _find_transfer(name: str, arguments: list[str]) -> Transfer | None:
     return Transfer(name, arguments[0] if arguments else "") if name in ("dipush", "dipull") else None
 
 
@@ -180,21 +195,21 @@ def _plain_code(name: str, arguments: list[str], in_notebook: bool) -> tuple[str
     repeated = re.fullmatch(r"(?=.*-n ?(\d+))(?=.*-r ?(\d+))(?:-[nr] ?\d+\s+){2}(?:-q\s+)?(.+)", line)
     if name == "timeit" and repeated:
         return f"[({repeated[3]}) for _ in range({int(repeated[1]) * int(repeated[2])})]", set()
-    raise Untranslatable(_typed(name, arguments))
+    raise Untranslatable(_typed_text(name, arguments))
 
 
 def _plain_command(name: str, line: str) -> tuple[str | None, set[str]]:
     if re.match(r"(pip|conda|mamba|uv|nvidia-smi|ls|pwd|head|tail|cat|which|free|df)\b[^>|;&]*$", line):
-        return (None, set()) if name == "!system" else (_captured(repr(line)), {"subprocess"})
+        return (None, set()) if name == "!system" else (_capture_command(repr(line)), {"subprocess"})
     if "$" in line:
         raise Untranslatable(f"!{line}")
     command = f"f{line!r}" if "{" in line else repr(line)
     if name == "!getoutput":
-        return _captured(command), {"subprocess"}
+        return _capture_command(command), {"subprocess"}
     return f"subprocess.run({command}, shell=True)", {"subprocess"}
 
 
-def _captured(command: str) -> str:
+def _capture_command(command: str) -> str:
     return f"subprocess.run({command}, shell=True, capture_output=True, text=True).stdout.splitlines()"
 
 
@@ -214,7 +229,7 @@ def _is_alone(tree: ast.Module, call: ast.Call) -> bool:
     return _is_whole(tree, call)
 
 
-def _span(text: str, node: ast.expr) -> tuple[int, int]:
+def _find_span(text: str, node: ast.expr) -> tuple[int, int]:
     """Return the positions in `text` at which a node begins and ends."""
     lines = text.splitlines(keepends=True)
 
@@ -225,11 +240,11 @@ def _span(text: str, node: ast.expr) -> tuple[int, int]:
     return position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
 
 
-def _comment(text: str) -> Statement:
-    return Statement(_commented(text), None, Names())
+def _comment_only(text: str) -> Statement:
+    return Statement(_comment_out(text), None, Names())
 
 
-def _commented(text: str) -> str:
+def _comment_out(text: str) -> str:
     return "\n".join(f"# {line}".rstrip() for line in text.strip("\n").splitlines())
 
 

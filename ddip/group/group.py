@@ -774,7 +774,8 @@ class Group:
             with self.lifecycle.progress.reported_to(progress):
                 self.lifecycle.ensure_ready(to, needs_group=False)
             self.transferred = transfer.push_values(self.ranks, values, to, progress)
-            self.history.note_change(f"Group.push sent {', '.join(values)}", self._parts.cells.number())
+            number = self._parts.cells.number()
+            self.history.note_change(f"Group.push sent {', '.join(values)}", pushed_by=number)
         return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:

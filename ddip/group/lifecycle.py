@@ -302,7 +302,8 @@ class Lifecycle:
                         parts.differences.refuse_stale(marks, former.size)
                     parts.new_ranks.carry_settings()
                 if spec.size != former.size:
-                    self._history.note_change(f"%makedip changed the number of ranks from {former.size} to {spec.size}")
+                    what = f"%makedip changed the number of ranks from {former.size} to {spec.size}"
+                    self._history.note_change(what, resizes=True)
         except KeyboardInterrupt as error:
             now = "the group is unchanged" if self.spec is former else "the group has the requested form"
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"

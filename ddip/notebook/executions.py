@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ddip.errors import BadInput
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.cells.cell import Cell
+    from ddip.group.cells.history import History
 
 LOCAL = re.compile(r"%%dip\s+(local|everywhere)\b[^\n]*\n")
 DIP_LINE = re.compile(r"%%dip\b([^\n]*)\n?")
@@ -51,15 +51,15 @@ class Executions:
         if result.info is not None and result.info.store_history and not result.success:
             self._failed.add(self._number)
 
-    def list_executions(self, cells: Iterable[Cell], since: float) -> tuple[Execution, ...]:
-        """Return the executions of the notebook so far, and those of the `cells` on ranks `since` a Unix time."""
+    def list_executions(self, history: History, since: float) -> tuple[Execution, ...]:
+        """Return the executions of the notebook so far, and those on ranks `since` a Unix time, in order."""
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         found: list[tuple[int, float, Execution]] = []
         on_ranks: dict[int, set[str]] = {}
-        for cell in cells:
+        for cell in history:
             on_ranks.setdefault(cell.number, set()).add(cell.code.strip())
             if cell.submitted >= since:
-                found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, sources)))
+                found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, sources, history)))
         for number, source in enumerate(sources[: self._number]):
             local = _local_code(source, on_ranks.get(number, set()))
             if local.strip():
@@ -73,7 +73,7 @@ class Executions:
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         return number < len(sources) and "%dipush" in sources[number]
 
-    def _rank_execution(self, cell: Cell, sources: list[str]) -> Execution:
+    def _rank_execution(self, cell: Cell, sources: list[str], history: History) -> Execution:
         source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
         line = DIP_LINE.match(source)
         is_param = cell.number in self._tagged or (line is not None and "--param" in line[1].split())
@@ -85,9 +85,9 @@ class Executions:
         code = cell.code
         if code.startswith(f"{calls.NAME}("):
             code = "get_ipython().run_line_magic('in_torchddp', '')"
-        return Execution(
-            cell.number, code, tuple(cell.ranks), failure, is_param, self._cells.get(cell.number, "")
-        )
+        resized = next((one.text for one in history.changes if one.resizes and one.at > cell.submitted), "")
+        identifier = self._cells.get(cell.number, "")
+        return Execution(cell.number, code, tuple(cell.ranks), failure, is_param, resized, identifier)
 
 
 def _local_code(source: str, on_ranks: set[str]) -> str:
@@ -99,12 +99,13 @@ def _local_code(source: str, on_ranks: set[str]) -> str:
     return "" if DIP.match(code) or source.strip() in on_ranks or code.strip() in on_ranks else source
 
 
-def parse_numbers(typed: str) -> frozenset[int]:
-    """Return the cells of ``--cells``, such as ``3-9,12``; raises BadInput."""
+def parse_numbers(typed: str, last: int) -> frozenset[int]:
+    """Return the cells of ``--cells``, such as ``3-9,12`` or ``3-`` up to the `last`; raises BadInput."""
     numbers: set[int] = set()
     for word in filter(None, typed.split(",")):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
-        if not found or int(found[2] or found[1]) < int(found[1]):
+        found = re.fullmatch(r"(\d+)(?:-(\d*))?", word)
+        end = 0 if not found else int(found[1] if found[2] is None else found[2] or max(last, int(found[1])))
+        if not found or end < int(found[1]):
             raise BadInput(f"--cells {typed}: type numbers of cells, such as --cells 3-9,12; %dipcells lists them")
-        numbers |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
+        numbers |= set(range(int(found[1]), end + 1))
     return frozenset(numbers)

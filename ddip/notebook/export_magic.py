@@ -74,12 +74,14 @@ class ExportMagics(Magics):
         session, remarks = self._read_session(group)
         numbers = None if args.cells is None else _checked_numbers(args.cells, session)
         names = _checked_names(args.check or [], group)
+        if args.check is not None and group.request.hosts:
+            raise BadInput("--check: torchrun would start all ranks on this machine, and the group is on other hosts")
         expected = [] if args.check is None else self._fetch_results(group, names)
         results = names or (sorted(values.packed_names(expected[0])) if expected else [])
         choice = Choice(numbers, args.last, args.partial, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
         if plan.problems and not args.partial:
-            raise BadInput(_refusal(path, plan.problems))
+            raise BadInput(_refusal_text(path, plan.problems))
         if not plan.steps:
             raise BadInput(f"%dipexport {path}: no cell that ran on the ranks has a result; {path} was not written")
         data = f"{path.stem}.data.pickle" if args.data and plan.stored else ""
@@ -122,9 +124,9 @@ class ExportMagics(Magics):
             self.executions.list_executions(self._main.history, started),
         )
         remarks = [
-            f"{text}: the script does not repeat this; --check shows whether the numbers are equal"
-            for at, text, number in self._main.history.changes
-            if at >= started and not (number and self.executions.has_pushed(number))
+            f"{change.text}: the script does not repeat this; --check shows whether the numbers are equal"
+            for change in self._main.history.changes
+            if change.at >= started and not change.resizes and not self.executions.has_pushed(change.pushed_by)
         ]
         remarks += [
             f"cell {cell.number} {cell.outcome_text}: the script leaves it out, with all that it had done before"
@@ -171,7 +173,7 @@ def _checked_path(typed: str | None, force: bool) -> Path:
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:
-    numbers = executions.parse_numbers(typed)
+    numbers = executions.parse_numbers(typed, max((one.number for one in session.executions), default=0))
     on_ranks = {one.number for one in session.executions if one.ranks is not None}
     known = {one.number for one in session.executions}
     unknown = sorted(numbers - known)
@@ -186,13 +188,17 @@ def _checked_names(typed: list[str], group: Group) -> list[str]:
     known = group.variable_names("")
     for name in names:
         if name not in known:
-            raise BadInput(f"--check {name}: rank 0 has no variable {name}{arguments.suggest_names('--check', [name], known)}")
+            raise BadInput(
+                f"--check {name}: rank 0 has no variable {name}{arguments.suggest_names('--check', [name], known)}"
+            )
     return names
 
 
-def _refusal(path: Path, problems: list[str]) -> str:
+def _refusal_text(path: Path, problems: list[str]) -> str:
     listed = "".join(f"\n  {problem}" for problem in problems)
-    return f"%dipexport {path}: not written, since the script would not repeat the session:{listed}\n--partial writes it"
+    return (
+        f"%dipexport {path}: not written, since the script would not repeat the session:{listed}\n--partial writes it"
+    )
 
 
 def _ensure_valid(text: str, path: Path) -> None:

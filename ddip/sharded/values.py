@@ -26,7 +26,7 @@ def pack_values(variables: Mapping[str, Any], names: list[str]) -> tuple[bytes, 
             refused[name] = "there is no such variable"
             continue
         try:
-            flat |= dict(_flatten(name, variables[name]))
+            flat |= dict(_flatten_value(name, variables[name]))
         except TypeError as error:
             refused[name] = str(error)
     file = io.BytesIO()
@@ -40,23 +40,23 @@ def packed_names(packed: bytes) -> set[str]:
     return {re.split(r"[.\[]", path)[0] for path in flat}
 
 
-def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor):
         yield path, local_of(value).detach().cpu().clone()
     elif isinstance(value, torch.nn.Module):
         for kind in (value.named_parameters(), value.named_buffers()):
             for name, tensor in kind:
-                yield from _flatten(f"{path}.{name}", tensor)
+                yield from _flatten_value(f"{path}.{name}", tensor)
     elif isinstance(value, PLAIN):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flatten(f"{path}[{key!r}]", item)
+            yield from _flatten_value(f"{path}[{key!r}]", item)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from _flatten(f"{path}[{i}]", item)
+            yield from _flatten_value(f"{path}[{i}]", item)
     elif hasattr(value, "state_dict"):
-        yield from _flatten(path, value.state_dict())
+        yield from _flatten_value(path, value.state_dict())
     elif hasattr(value, "__array__"):
         yield path, torch.as_tensor(value.__array__())
     else:
@@ -71,11 +71,11 @@ def compare_values(ours: bytes, theirs: bytes) -> dict[str, float | str]:
         if path not in first or path not in second:
             found[path] = "only in the script" if path in second else "missing in the script"
         else:
-            found[path] = _difference(first[path], second[path])
+            found[path] = _find_difference(first[path], second[path])
     return found
 
 
-def _difference(one: Any, other: Any) -> float | str:
+def _find_difference(one: Any, other: Any) -> float | str:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{tuple(one.shape)} {one.dtype}, in the script {tuple(other.shape)} {other.dtype}"

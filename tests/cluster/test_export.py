@@ -87,7 +87,10 @@ def test_failed_and_idle_cells_are_comments(trained: Notebook) -> None:
     trained.ok("%dipexport train.py --force")
     text = script_in(trained)
     assert text.count("optimizer.step()") == 2
-    assert "is left out: it failed: ranks 0, 1: ZeroDivisionError: division by zero\n    #     losses.append(1 / 0)" in text
+    assert (
+        "is left out: it failed: ranks 0, 1: ZeroDivisionError: division by zero\n    #     losses.append(1 / 0)"
+        in text
+    )
     assert "is left out: it only shows values\n    #     losses[-1]" in text
     assert text.index("import torch\n") < text.index("def noisy") < text.index("def main")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ddip.group.cells.cell import Cell
 from ddip.output.cells import recording
@@ -13,6 +14,20 @@ from ddip.settings import DEFAULTS
 
 KEPT = 500
 """Number of cells that the history keeps."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the ranks' state that no cell has made, such as a repair."""
+
+    at: float
+    """Unix time in seconds."""
+    text: str
+    """Description for the user."""
+    pushed_by: int = 0
+    """Number of the notebook's cell that has pushed variables; 0 for other changes."""
+    resizes: bool = False
+    """True if the number of ranks has changed."""
 
 
 class History:
@@ -31,8 +46,8 @@ class History:
         self.keep_output_bytes = keep_output_bytes
         """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
-        self.changes: list[tuple[float, str, int]] = []
-        """Changes of the ranks' state other than by cells: Unix time in seconds, description, number of the cell."""
+        self.changes: list[Change] = []
+        """Changes of the ranks' state other than by cells, oldest first."""
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(list(self._cells))
@@ -45,12 +60,9 @@ class History:
             if ended is not None:
                 self._cells.remove(ended)
 
-    def note_change(self, text: str, number: int = 0) -> None:
-        """Note that something other than a cell has changed the state of ranks; `text` describes it.
-
-        `number`: the cell of the notebook that did it, 0 if that does not matter.
-        """
-        self.changes.append((time.time(), text, number))
+    def note_change(self, text: str, *, pushed_by: int = 0, resizes: bool = False) -> None:
+        """Note that something other than a cell has changed the state of ranks; the parameters are as in `Change`."""
+        self.changes.append(Change(time.time(), text, pushed_by, resizes))
 
     def remove(self, cell: Cell) -> None:
         """Remove a cell that will not run after all; raise ValueError if the history lacks it."""
