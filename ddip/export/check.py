@@ -55,7 +55,10 @@ def save_values(variables: dict[str, object], names: list[str]) -> None:
 
 
 def compare_script(text: str, path: Path, size: int, expected: Sequence[bytes]) -> str:
-    """Run the script `text` beside `path`, and return a line about its values; raises BadInput if they differ."""
+    """Run the script `text` beside `path`, and compare its values; return a line about them.
+
+    Raises BadInput if they differ, or if the script fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = path.with_name(f".{path.stem}_check_{os.getpid()}.py")
         copy.write_text(text)

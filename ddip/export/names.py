@@ -40,7 +40,7 @@ class Names:
 
     @property
     def all_reads(self) -> frozenset[str]:
-        """Names that the statement or its functions read."""
+        """The names that the statement or its functions read."""
         return self.reads | self.deferred
 
 
@@ -58,7 +58,7 @@ def names_of(text: str) -> Names:
     deferred: set[str] = set()
     assigned: set[str] = set()
 
-    def visit(child: symtable.SymbolTable, later: bool) -> None:
+    def visit_table(child: symtable.SymbolTable, later: bool) -> None:
         later = later or (child.get_type() == "function" and child.get_name() not in COMPREHENSIONS)
         for one in child.get_symbols():
             if one.is_global() and one.is_referenced():
@@ -66,10 +66,10 @@ def names_of(text: str) -> Names:
             if one.is_declared_global() and one.is_assigned():
                 assigned.add(one.get_name())
         for inner in child.get_children():
-            visit(inner, later)
+            visit_table(inner, later)
 
     for child in table.get_children():
-        visit(child, False)
+        visit_table(child, False)
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):

@@ -25,8 +25,8 @@ class Options:
         self.found: dict[str, object] = {}
         """Default of each option, by name."""
 
-    def replace(self, statement: Statement) -> str:
-        """Return the assignment of an option instead of `statement`; empty if it does not assign a plain constant."""
+    def replace_constant(self, statement: Statement) -> str:
+        """Return the assignment of an option instead of `statement`; empty if it assigns no constant."""
         match statement.node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 pass

@@ -47,7 +47,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to export, and how."""
+    """The choice of cells, and the options of the export."""
 
     numbers: frozenset[int] | None = None
     """Numbers of the chosen executions; None for all."""

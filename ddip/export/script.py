@@ -204,13 +204,13 @@ def _start_text(session: Session, calls_init: bool) -> str:
 
 
 def _sorted_imports(lines: Iterable[str]) -> list[str]:
-    def section(line: str) -> int:
+    def section_of(line: str) -> int:
         package = line.split()[1].partition(".")[0]
         return 0 if package == "__future__" else 1 if package in sys.stdlib_module_names else 2
 
     found: list[str] = []
-    for line in sorted({*lines}, key=lambda line: (section(line), line.startswith("from "), line.lower())):
-        if found and section(line) != section(found[-1]):
+    for line in sorted({*lines}, key=lambda line: (section_of(line), line.startswith("from "), line.lower())):
+        if found and section_of(line) != section_of(found[-1]):
             found.append("")
         found.append(line)
     return found
@@ -361,7 +361,7 @@ def _step_text(step: Step, is_last: bool, options: parameters.Options, choice: C
     if statement.problem:
         text = f"cell {step.number}: {statement.problem}"
         return f"{statement.text}\nraise NotImplementedError({text!r})"
-    if step.number in options.numbers and (text := options.replace(statement)):
+    if step.number in options.numbers and (text := options.replace_constant(statement)):
         return text
     node = statement.node
     if is_last and isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Call, ast.Constant, ast.ListComp)):

@@ -179,7 +179,10 @@ def _added_statement(text: str, *needs: str) -> Statement:
 
 
 def _keep_makers(before: Sequence[tuple[_Cell, int, Statement]], needed: set[str]) -> dict[str, str]:
-    """Keep the statements that made the variables `needed`; return the reason for each one that has no known origin."""
+    """Keep the statements that made the variables `needed`.
+
+    Returns the reason for each variable without a known origin.
+    """
     origin: dict[str, str] = {}
     deferred: set[str] = set()
     found: set[str] = set()
@@ -300,7 +303,7 @@ def _ranks_typed(typed: str, size: int) -> tuple[int, ...] | None:
 
 
 def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]:
-    """Return the reason for each cell on ranks whose results nothing later reads, by the identity of the cell."""
+    """Find cells on ranks whose results nothing later reads; return reasons by the identity of the cell."""
     deferred = {name for cell in cells for one in cell.statements for name in one.names.deferred}
     live, reasons = set(results), dict[int, str]()
     later: dict[str, int] = {}
@@ -330,9 +333,9 @@ def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]
 
 
 def _keep_begun(cell: _Cell, live: set[str], deferred: set[str]) -> set[str]:
-    """Keep the definitions with which a failed cell began if later cells read them; return the live names before.
+    """Keep the definitions with which a failed cell began if later cells read them.
 
-    They have no other effect, and precede all that can have failed.
+    Returns the names that are read after its beginning. The definitions have no other effect, and precede all that can have failed.
     """
     plain = (*names.SHARED, *names.DEFINITIONS)
     begun = list(
@@ -347,7 +350,10 @@ def _keep_begun(cell: _Cell, live: set[str], deferred: set[str]) -> set[str]:
 
 
 def _live_before(statement: Statement, live: set[str], deferred: set[str]) -> set[str]:
-    """Return the names that are read after the beginning of the statement; a call may read all `deferred` names."""
+    """Return the names read after the beginning of the statement.
+
+    A call may read all `deferred` names.
+    """
     calls = set() if names.is_pure(statement.node) else deferred
     return (live - names.certain_binds(statement.node)) | statement.names.reads | calls
 

@@ -153,7 +153,7 @@ def _bound_by(tree: ast.Module) -> Names:
 
 
 def _shell_call(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return the magic or method of the shell that a call uses, and its arguments; None for any other node."""
+    """Return the magic or shell method that a call uses, and its arguments; None for other nodes."""
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr=method), args=arguments):
             texts = [one.value for one in arguments if isinstance(one, ast.Constant)]
@@ -174,7 +174,7 @@ def _find_transfer(name: str, arguments: list[str]) -> Transfer | None:
 
 
 def _plain_code(name: str, arguments: list[str], in_notebook: bool) -> tuple[str | None, set[str]]:
-    """Return the Python code of a magic, or None if a script does not need it, and the modules that it uses."""
+    """Return the Python code of a magic, None if a script needs none, and the modules that it uses."""
     line = arguments[0].strip() if arguments else ""
     if name.startswith("!"):
         return _plain_command(name, line)
@@ -233,11 +233,11 @@ def _find_span(text: str, node: ast.expr) -> tuple[int, int]:
     """Return the positions in `text` at which a node begins and ends."""
     lines = text.splitlines(keepends=True)
 
-    def position(line: int, column: int) -> int:
+    def position_of(line: int, column: int) -> int:
         return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
 
     assert node.end_lineno is not None and node.end_col_offset is not None
-    return position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
+    return position_of(node.lineno, node.col_offset), position_of(node.end_lineno, node.end_col_offset)
 
 
 def _comment_only(text: str) -> Statement:

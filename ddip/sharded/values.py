@@ -64,7 +64,7 @@ def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare_values(ours: bytes, theirs: bytes) -> dict[str, float | str]:
-    """Return the largest absolute difference of each value, or a text about values that cannot be compared."""
+    """Return the largest absolute difference of each value, or a text if it cannot be compared."""
     first, second = (torch.load(io.BytesIO(packed), weights_only=True) for packed in (ours, theirs))
     found: dict[str, float | str] = {}
     for path in [*first, *(path for path in second if path not in first)]:

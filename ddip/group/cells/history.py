@@ -61,7 +61,7 @@ class History:
                 self._cells.remove(ended)
 
     def note_change(self, text: str, *, pushed_by: int = 0, resizes: bool = False) -> None:
-        """Note that something other than a cell has changed the state of ranks; the parameters are as in `Change`."""
+        """Note a change of the ranks' state that no cell has made; the parameters are as in `Change`."""
         self.changes.append(Change(time.time(), text, pushed_by, resizes))
 
     def remove(self, cell: Cell) -> None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 
 import torch
 
-numpy_random = None
 with contextlib.suppress(ImportError):
-    import numpy.random as numpy_random
+    import numpy.random
 
 _seed = 0
 
 
 def seed_process() -> None:
-    """Seed the generators of Python, torch and numpy with a new number; call this once, before the first cell."""
+    """Seed Python, torch and numpy with a new number; call this once, before the first cell."""
     global _seed
     _seed = int.from_bytes(os.urandom(4), "little")
     random.seed(_seed)
     torch.manual_seed(_seed)
-    if numpy_random is not None:
-        numpy_random.seed(_seed)
+    if "numpy.random" in sys.modules:
+        numpy.random.seed(_seed)
 
 
 def start_seed() -> tuple[int, int]:
