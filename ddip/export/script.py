@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ddip.errors import ranks_text
-from ddip.export import names, parameters
+from ddip.export import code_names as names
+from ddip.export import parameters
 from ddip.export.record import Choice, Session
 from ddip.export.selection import FROM_RANKS, LeftOut, Plan, Step
 

@@ -11,8 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddip.export import names, translation
-from ddip.export.names import BUILTINS, PROVIDED, Names
+from ddip.export import code_names as names
+from ddip.export import translation
+from ddip.export.code_names import BUILTINS, PROVIDED, Names
 from ddip.export.record import Choice, Execution, Session
 from ddip.export.translation import Statement
 
@@ -335,7 +336,8 @@ def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]
 def _keep_begun(cell: _Cell, live: set[str], deferred: set[str]) -> set[str]:
     """Keep the definitions with which a failed cell began if later cells read them.
 
-    Returns the names that are read after its beginning. The definitions have no other effect, and precede all that can have failed.
+    Returns the names that are read after its beginning. The definitions have no other effect, and precede all code
+    that can have failed.
     """
     plain = (*names.SHARED, *names.DEFINITIONS)
     begun = list(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from ddip.export import names
-from ddip.export.names import Names
+from ddip.export import code_names as names
+from ddip.export.code_names import Names
 
 INLINED = ("time", "capture")
 """Magics that run their code once: the code stays."""
