@@ -40,7 +40,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 22
+VERSION = 23
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
