@@ -165,6 +165,7 @@ def _process_surroundings(folder: str, arguments: list[str]) -> Iterator[None]:
     importlib.invalidate_caches()
     former, began = sys.argv, time.time_ns()
     start_method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)  # so that the script may set it, as in a new process
     sys.argv = arguments
     sys.path.insert(0, folder)
     try:
