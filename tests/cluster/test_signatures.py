@@ -86,11 +86,19 @@ def test_collectives_that_match_are_not_reported(ranks: ddip.Group, capsys: pyte
 def test_a_cell_that_fails_or_catches_the_error_reports_them(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
+    with pytest.raises(ddip.CellError, match="ZeroDivisionError") as caught:
         ranks.run(f"{WRONG['dtypes']}\n1 / 0")
-    assert "different collectives" in capsys.readouterr().err
+    shown = str(caught.value) + capsys.readouterr().err  # the error reports them if both ranks waited in them
+    assert "different collectives" in shown
     ranks.run(f"{SET_UP}\ntry: dist.all_reduce(torch.ones(3 + rank))\nexcept RuntimeError: pass")
     assert "different collectives" in capsys.readouterr().err
+    ranks.run(PROOF)
+
+
+@pytest.mark.native("sockets")
+def test_a_later_error_reports_aborted_different_collectives(ranks: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="(?s)ZeroDivisionError.*different collectives"):
+        ranks.run(f"try: {ENDLESS['roots']}\nexcept RuntimeError: pass\n1 / 0")
     ranks.run(PROOF)
 
 
