@@ -1,25 +1,22 @@
-"""Find the names that a statement binds and reads, and whether it can have any other effect."""
+"""Find the global names of a statement, whether it has any other effect, and what a script cannot repeat in it."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import symtable
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__doc__"}
+BUILTINS = frozenset(dir(builtins)) | {"__name__", "__doc__"}
 PROVIDED = frozenset({"rank", "world_size", "device"})
 """Variables that ddip, and the script, define on each rank."""
-DYNAMIC = frozenset({"globals", "locals", "vars", "eval", "exec", "dir"})
-"""Functions that may read any variable."""
-PURE_CALLS = frozenset(
-    {"len", "int", "float", "str", "bool", "type", "isinstance", "abs", "round", "dir", "id", "repr"}
-)
-"""Functions without an effect; ``list``, for example, may draw random numbers from a DataLoader."""
+TRUSTED = sys.stdlib_module_names | {"torch", "numpy"}
+"""Packages that each rank imports before its first cell, or whose import changes nothing that numbers depend on."""
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
 COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
 
 
@@ -32,16 +29,16 @@ class Names:
     reads: frozenset[str] = frozenset()
     """Names that it reads while it runs."""
     deferred: frozenset[str] = frozenset()
-    """Names that its functions read when they are called."""
+    """Names that its functions read when they are called, and identifiers in strings, such as annotations."""
     sets: frozenset[str] = frozenset()
     """Names that its functions assign with ``global``."""
     needs: frozenset[str] = frozenset()
     """Names that it certainly reads and does not assign itself, without those of Python."""
 
     @property
-    def all_reads(self) -> frozenset[str]:
-        """The names that the statement or its functions read."""
-        return self.reads | self.deferred
+    def everything(self) -> frozenset[str]:
+        """All names that the statement or its functions use."""
+        return self.binds | self.reads | self.deferred | self.sets
 
 
 def names_of(text: str) -> Names:
@@ -52,9 +49,8 @@ def names_of(text: str) -> Names:
     (['f'], ['a'], ['b'])
     """
     table = symtable.symtable(text, "<cell>", "exec")
-    symbols = table.get_symbols()
-    binds = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
-    reads = {one.get_name() for one in symbols if one.is_referenced()}
+    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
     deferred: set[str] = set()
     assigned: set[str] = set()
 
@@ -76,10 +72,10 @@ def names_of(text: str) -> Names:
             reads.add(node.target.id)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
             reads.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            deferred.add(node.value)
     needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
-    return Names(
-        frozenset(binds), frozenset(reads), frozenset(deferred), frozenset(assigned), frozenset(needed - BUILTINS)
-    )
+    return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS)))
 
 
 def certain_binds(node: ast.stmt | None) -> frozenset[str]:
@@ -87,12 +83,10 @@ def certain_binds(node: ast.stmt | None) -> frozenset[str]:
     match node:
         case ast.Assign(targets=targets):
             return frozenset(one.id for target in targets for one in _flat_targets(target) if isinstance(one, ast.Name))
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
-            return frozenset({name})
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return frozenset({name})
-        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-            return frozenset((alias.asname or alias.name).partition(".")[0] for alias in aliases)
+        case ast.Import() | ast.ImportFrom():
+            return frozenset(import_origins(node))
     return frozenset()
 
 
@@ -104,90 +98,146 @@ def _flat_targets(target: ast.expr) -> Iterator[ast.expr]:
         yield target
 
 
+def import_origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Return the origin of each name that an import binds."""
+    if isinstance(node, ast.Import):
+        return {
+            alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
+            for alias in node.names
+        }
+    return {alias.asname or alias.name: f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names}
+
+
+def untrusted_import(node: ast.stmt | None) -> str:
+    """Return the first package that an import needs and that is not `TRUSTED`; empty if there is none."""
+    if not isinstance(node, IMPORTS):
+        return ""
+    roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [f"{node.module}"]
+    relative = isinstance(node, ast.ImportFrom) and node.level
+    return next((root for one in roots if (root := one.partition(".")[0]) not in TRUSTED or relative), "")
+
+
 def is_pure(node: ast.stmt | None) -> bool:
-    """Return True if a statement certainly does nothing but bind its names; None is a comment."""
+    """Return True if a statement certainly does nothing but bind its names; None is a comment.
+
+    Attributes, items and most operators may run code of a class, which could draw random numbers.
+    """
     match node:
         case None | ast.Pass():
             return True
         case ast.Expr(value=value):
-            return _is_pure_value(value)
+            return is_plain(value)
         case ast.Assign(targets=targets, value=value):
-            return all(isinstance(target, ast.Name) for target in targets) and _is_pure_value(value)
-        case ast.AnnAssign(target=ast.Name()):
-            return node.value is None or _is_pure_value(node.value)
+            return all(isinstance(target, ast.Name) for target in targets) and is_plain(value)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            return not node.decorator_list and all(map(_is_pure_value, _default_values(node)))
-        case ast.ClassDef():
-            parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
-            return not node.decorator_list and all(map(_is_pure_value, parts)) and all(map(is_pure, node.body))
+            return not node.decorator_list and all(map(is_plain, default_values(node)))
     return False
 
 
-def _default_values(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
+def default_values(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.expr]:
+    """Return the expressions of a function's defaults."""
     return [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
 
 
-def _is_pure_value(node: ast.AST) -> bool:
-    if isinstance(node, ast.Lambda):
-        return True
-    if isinstance(node, ast.Call):
-        named = isinstance(node.func, ast.Name) and node.func.id in PURE_CALLS
-        return named and all(map(_is_pure_value, [*node.args, *(keyword.value for keyword in node.keywords)]))
-    impure = (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp)
-    if isinstance(node, (*impure, ast.GeneratorExp, ast.Starred)):
-        return False
-    return all(map(_is_pure_value, ast.iter_child_nodes(node)))
-
-
-def is_repeatable(node: ast.stmt) -> bool:
-    """Return True if a second run of a definition makes an equal object: it holds no state of its own."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        constant = (ast.Constant, ast.Name, ast.Attribute, ast.UnaryOp)
-        return all(isinstance(default, constant) for default in _default_values(node))
-    if isinstance(node, ast.ClassDef):
-        simple = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Pass)
-        return all(
-            (isinstance(one, simple) and is_repeatable(one))
-            or isinstance(one, ast.Pass)
-            or (isinstance(one, (ast.Expr, ast.Assign, ast.AnnAssign)) and isinstance(one.value, ast.Constant))
-            or (isinstance(one, ast.AnnAssign) and one.value is None)
-            for one in node.body
-        )
+def is_plain(node: ast.AST | None) -> bool:
+    """Return True if an expression only reads variables, or computes with constants and the number of the rank."""
+    match node:
+        case None | ast.Constant() | ast.Name():
+            return True
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return all(map(is_plain, parts))
+        case ast.Dict(keys=keys, values=values):
+            return all(isinstance(key, ast.Constant) for key in keys) and all(map(is_plain, values))
+        case ast.Lambda():
+            return all(map(is_plain, default_values(node)))
+        case ast.UnaryOp(operand=value):
+            return _is_number(value)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
     return False
 
 
-def calls_when_defined(node: ast.stmt) -> bool:
-    """Return True if a definition calls anything but decorators when it runs."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return not all(map(_is_pure_value, _default_values(node)))
-    assert isinstance(node, ast.ClassDef)
-    parts = [*node.bases, *(keyword.value for keyword in node.keywords)]
-    inner = (
-        calls_when_defined(one) if isinstance(one, (*SCOPES, ast.ClassDef)) else not is_pure(one) for one in node.body
-    )
-    return not all(map(_is_pure_value, parts)) or any(inner)
+def _is_number(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant() | ast.Name("rank" | "world_size"):
+            return True
+        case ast.UnaryOp(operand=value):
+            return _is_number(value)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
+    return False
 
 
-def top_level_awaits(tree: ast.Module) -> Iterator[ast.Await]:
-    """Yield each ``await`` in a simple statement outside of functions."""
-    if tree.body and isinstance(tree.body[0], (ast.Expr, ast.Assign)):
-        pending: list[ast.AST] = [tree.body[0]]
-        while pending:
-            node = pending.pop()
-            if isinstance(node, ast.Await):
-                yield node
-            elif not isinstance(node, SCOPES):
-                pending += ast.iter_child_nodes(node)
+# -- what a script cannot repeat
+
+OF_SESSION = ("get_ipython", "globals", "locals", "exec", "eval")
+ASKS_USER = ("input", "getpass", "breakpoint", "set_trace")
+ENDS = ("exit", "quit", "_exit")
+ENTROPY = (
+    *("SystemRandom", "urandom", "uuid1", "uuid4", "token_hex", "token_bytes", "randbits", "randbelow"),
+    *("default_rng", "Random", "RandomState", "SeedSequence", "PCG64", "MT19937", "seed"),
+)
+"""Functions that use entropy of the system: the last seven only without arguments."""
+UNORDERED_OK = ("sorted", "len", "min", "max", "set", "frozenset", "isinstance")
+"""Functions whose result does not depend on the order of a set."""
+REFUSED_IMPORTS = {
+    "ddip": "ddip's functions work only in cells",
+    "ipywidgets": "a script has no widgets",
+    "__main__": "the script has another __main__",
+    "pdb": "a script does not repeat what was typed in the debugger",
+}
 
 
-def find_waits(text: str) -> str:
-    """Return the first line of a statement that still waits outside of functions, such as ``async for``."""
-    try:
-        compile(text, "<cell>", "exec")
-    except SyntaxError:
-        return next((line for line in text.splitlines() if line.strip() and not line.startswith("#")), text)
+def find_problem(node: ast.AST) -> str:
+    """Return the reason why a script cannot repeat a statement; empty if none is known."""
+    for one in ast.walk(node):
+        match one:
+            case ast.Name(id=name, ctx=ast.Load()) if name in OF_SESSION:
+                return f"{name} is not the same in a script"
+            case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
+                return f"{name}() is not the same in a script"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in ASKS_USER:
+                return f"a script does not repeat what was typed at {name}()"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name("sys" | "os"), attr=name)) if (
+                name in ENDS
+            ):
+                return f"{name}() ends a script"
+            case ast.Import(names=aliases):
+                for root in (alias.name.partition(".")[0] for alias in aliases):
+                    if root in REFUSED_IMPORTS:
+                        return REFUSED_IMPORTS[root]
+            case ast.ImportFrom(module=str(module), names=aliases):
+                if (root := module.partition(".")[0]) in REFUSED_IMPORTS:
+                    return REFUSED_IMPORTS[root]
+                if aliases[0].name == "*":
+                    return f"import the names that you use, not * from {module}"
     return ""
 
 
-SHARED = (ast.Import, ast.ImportFrom)
-"""Statements after which a name means the same in the notebook and on the ranks."""
+def find_doubt(node: ast.AST) -> str:
+    """Return the reason why a statement may give other values in a script; empty if none is known."""
+    ordered = {id(argument) for one in ast.walk(node) for argument in _uses_without_order(one)}
+    for one in ast.walk(node):
+        match one:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords) if (
+                name in ENTROPY and (not (args or keywords) or ENTROPY.index(name) < ENTROPY.index("default_rng"))
+            ):
+                return f"{name}() draws from the system's entropy"
+            case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(one) not in ordered:
+                if not (isinstance(one, ast.Set) and all(_is_number(item) for item in one.elts)):
+                    return "the order of a set may differ between processes: sort it"
+    return ""
+
+
+def _uses_without_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield operands whose order has no influence on the value of `node`."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=args) if name in UNORDERED_OK:
+            for argument in args:
+                yield argument
+                match argument:
+                    case ast.Call(func=ast.Name("list" | "tuple"), args=inner):
+                        yield from inner
+        case ast.Compare(left=left, comparators=others):
+            yield left
+            yield from others

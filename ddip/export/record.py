@@ -1,4 +1,4 @@
-"""Describe the session to export: its executions in order, and the facts of its ranks."""
+"""Describe the session to export: its executions and pushes in order, and the facts of its ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,27 @@ class Execution:
     ranks: tuple[int, ...] | None = None
     """Ranks that ran the cell; None for a cell of the notebook."""
     failure: str = ""
-    """Reason why the cell has no complete effect, such as its error; empty if it succeeded."""
+    """The error of a failed or stopped cell, such as ``NameError: name 'x' is not defined``; empty if it succeeded."""
+    never_began: bool = False
+    """True for a failed cell that left the queue without running."""
+    overlaps: int = 0
+    """Number of another cell on ranks that ran at the same time; 0 if there was none."""
     is_param: bool = False
     """True if its assignments become options of the script."""
-    resized: str = ""
-    """The later change of the number of ranks, in words; empty if there was none."""
     cell: str = ""
     """Identifier of the notebook's cell; empty if the front end sends none."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """Variables that the notebook sent to ranks."""
+
+    number: int
+    """Number of the notebook's cell that sent them."""
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    data: bytes | None = None
+    """Pickled dict of the values at that time; None if they were too large to keep, or could not be pickled."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +49,14 @@ class Session:
     device: str = "cpu"
     """Type of the ranks' device."""
     threads: int = 1
-    """Number of threads of torch on each rank."""
+    """Number of threads of torch on each rank at its start."""
     app: str | None = None
-    executions: tuple[Execution, ...] = ()
+    events: tuple[Execution | Push, ...] = ()
+    """Executions and pushes, in order."""
+    problems: tuple[str, ...] = ()
+    """Reasons why no script can repeat the session."""
+    doubts: tuple[str, ...] = ()
+    """Reasons why a script may give other numbers."""
 
     @property
     def size(self) -> int:
@@ -54,8 +73,10 @@ class Choice:
     last: bool = False
     """True to take each cell once, in its last version."""
     partial: bool = False
-    """True to write ``raise NotImplementedError`` for code that has no translation."""
+    """True to write ``raise NotImplementedError`` for each refused part."""
+    checked: bool = False
+    """True if the script's values are compared with the session's, so that doubts are no reason to refuse it."""
     results: frozenset[str] = frozenset()
     """Variables that must have their values at the end."""
     stores_data: bool = False
-    """True to read pushed values from a file, instead of the notebook's code that made them."""
+    """True to read pushed values from a file beside the script."""

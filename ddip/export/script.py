@@ -1,4 +1,7 @@
-"""Write the text of the script: imports, then functions and classes, then ``main()``."""
+"""Write the text of the script: imports, then functions and classes, then ``main()``.
+
+All variables of the cells are global in ``main``, as they were in the session.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,28 @@ import itertools
 import sys
 import textwrap
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ddip.errors import ranks_text
-from ddip.export import code_names as names
-from ddip.export import parameters
+from ddip.export import code_names
+from ddip.export.code_names import IMPORTS, PROVIDED
 from ddip.export.record import Choice, Session
-from ddip.export.selection import FROM_RANKS, LeftOut, Plan, Step
+from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
+from ddip.export.translation import comment_out
 
-ENVIRONMENT = (
-    "environ",
-    "putenv",
-    "sys.path",
-    "chdir",
-    "sys.modules",
-    "set_start_method",
-    "subprocess.run",
-    "write_text",
-)
-"""Code after which an import may find another module or behave differently."""
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+OURS = ("os", "torch", "torch.distributed", "subprocess", "asyncio")
+"""Modules that the script imports itself, at least if its text has their names."""
 HEADER = '''\
 """The distributed cells of a notebook session, exported by ddip: {size} ranks, {backend}.
 
-{launch}
+Run it in the notebook's folder; --local-ranks-filter 0 after torchrun shows only rank 0:
+    OMP_NUM_THREADS={threads} torchrun --nproc-per-node {size} {name}
+    OMP_NUM_THREADS={threads} srun --nodes 1 --ntasks 1 torchrun --nproc-per-node {size} {name}    (Slurm)
+    OMP_NUM_THREADS={threads} accelerate launch --num_processes {size} {name}
 """
 '''
-LAUNCH = """\
-Run it in the notebook's folder:
-    torchrun --nproc-per-node {size} {name}
-    srun --nodes 1 --ntasks 1 torchrun --nproc-per-node {size} {name}    (Slurm)
-    accelerate launch --num_processes {size} {name}
-All ranks print; --local-ranks-filter 0 after torchrun shows only rank 0."""
 START = '''\
 SEEDS = {seeds}
 """The random state with which each rank of the session started."""
@@ -47,6 +40,8 @@ SEEDS = {seeds}
 
 def start_rank() -> None:
     """Join the process group, and start with the random states of the session's ranks."""
+    import contextlib
+    import os
     import random
 
     {use_device}torch.set_num_threads({threads})
@@ -57,6 +52,30 @@ def start_rank() -> None:
         import numpy
 
         numpy.random.seed(SEEDS[rank])
+    os.environ.setdefault("MPLBACKEND", "agg")  # plots need no screen
+'''
+AGAIN = """\
+    join = torch.distributed.init_process_group
+
+    def join_once(*arguments, **options) -> None:
+        if not torch.distributed.is_initialized():  # as in cells, which may call it although the group exists
+            join(*arguments, **options)
+
+    torch.distributed.init_process_group = join_once
+"""
+APP = """\
+    # the app {app} of ddip prepared its framework on each rank of the session; this does the same
+    import ddip.apps.{app}
+
+    ddip.apps.{app}.prepare()
+"""
+END = '''\
+def end_rank() -> None:
+    """Leave the process group."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 '''
 DISPLAY = '''\
 class display:
@@ -67,67 +86,78 @@ class display:
 
     update = __init__
 '''
-COLLECT = '''\
+FROM_RANKS = '''\
 def from_ranks(value: object) -> list:
     """Return the value of each rank; all ranks call this together."""
-    values = [None] * world_size
-    torch.distributed.all_gather_object(values, value)
+    import torch.distributed
+
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, copied(value))
     return values
 '''
-STORED = '''\
-def stored_value(name: str) -> object:
-    """Return a value that the notebook pushed; {file} has it."""
+PULLS = '''\
+pulled: list = []
+"""Values that the notebook pulled, in order."""
+
+
+def copied(value: object) -> object:
+    """Return a copy, which later cells do not change."""
+    import copy
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, torch.nn.Module):
+        value = getattr(value, "module", value)
+    return copy.deepcopy(value)
+'''
+PUSHES = '''\
+def pushed_values(number: int) -> list:
+    """Return the values of one %dipush; {file} has them."""
+    import pickle
+    from pathlib import Path
+
     with Path(__file__).with_name({file!r}).open("rb") as file:
-        return pickle.load(file)[name]
+        pushes = pickle.load(file)
+    return [*pickle.loads(pushes[number]).values()]
 '''
-NOTEBOOK = '''\
-class NotebookRandom:
-    """Run code of the notebook with random states of its own, as if in another process."""
+RUN_SCRIPT = '''\
+def run_script(path: str, *arguments: str) -> None:
+    """Run a script in this process as %diprun does, and add its variables to those of the cells."""
+    import sys
+    import types
+    from pathlib import Path
 
-    states = None
-
-    def __enter__(self) -> None:
-        self.of_rank, former = self.read_states(), NotebookRandom.states
-        if former is not None:
-            self.set_states(former)
-
-    def __exit__(self, *error: object) -> None:
-        NotebookRandom.states = self.read_states()
-        self.set_states(self.of_rank)
-
-    def read_states(self) -> tuple:
-        numpy = sys.modules.get("numpy.random")
-        return random_states.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
-
-    def set_states(self, states: tuple) -> None:
-        python, of_torch, of_numpy = states
-        random_states.setstate(python)
-        torch.set_rng_state(of_torch)
-        if of_numpy is not None:
-            sys.modules["numpy.random"].set_state(of_numpy)
+    destroy, argv, former = torch.distributed.destroy_process_group, sys.argv, sys.modules["__main__"]
+    torch.distributed.destroy_process_group = lambda *arguments: None
+    sys.argv, sys.modules["__main__"] = [path, *arguments], types.ModuleType("__main__")
+    found = vars(sys.modules["__main__"])
+    found["__file__"] = path
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), found)
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        torch.distributed.destroy_process_group, sys.argv, sys.modules["__main__"] = destroy, argv, former
+    globals().update({name: value for name, value in found.items() if name.strip("_") and name[:2] != "__"})
 '''
-INIT = """\
-    # cells may call init_process_group again: the group exists, and the call does nothing
-    torch.distributed.init_process_group = lambda *arguments, **options: None
-"""
-APP = """\
-    # the app {app} of ddip prepared its framework on each rank of the session; this does the same
-    import ddip.apps.{app}
-
-    ddip.apps.{app}.prepare()
-"""
-RUN = """\
-if __name__ == "__main__":
-    start_rank()
-    {main}()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-"""
+OPTIONS = '''\
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line; their defaults are the values of the session."""
+    parser = argparse.ArgumentParser()
+{lines}
+    return parser.parse_args()
+'''
+SHOW = '''\
+def show_results() -> None:
+    """Run the notebook's code for pulled values, on rank 0 after all cells of the ranks."""
+{lines}
+'''
 
 
 @dataclass
 class _Layout:
-    """The place of each statement."""
+    """The imports and definitions that stand above ``main``."""
 
     imports: list[str] = field(default_factory=list)
     definitions: list[str] = field(default_factory=list)
@@ -135,52 +165,56 @@ class _Layout:
     """Identities of the steps that are not in ``main``."""
     names: set[str] = field(default_factory=set)
     """Names that the module binds."""
-    deferred: set[str] = field(default_factory=set)
-    """Names that the functions of the module read."""
 
 
-def write_script(plan: Plan, session: Session, choice: Choice, name: str, last_lines: str = "", data: str = "") -> str:
+def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: str = "", last_lines: str = "") -> str:
     """Return the text of the script `name`.
 
-    `last_lines`: code for the end of ``main``; `data`: name of the file with pushed values.
+    `data`: name of the file with pushed values; `last_lines`: code to run after the cells instead of the notebook's.
     """
-    layout = _arrange_steps(plan.steps)
-    bound = {one for step in plan.steps for one in step.statement.names.binds}
-    main = next(one for one in ("main", "run_cells", "run_session") if one not in bound)
-    options = parameters.Options(session)
-    body = _main_lines(plan, layout, options, choice)
+    layout = _arrange_steps(plan)
+    names = {one for step in plan.steps for one in step.statement.names.everything}
     text = "\n".join(step.statement.text for step in plan.steps)
-    used = {one for step in plan.steps for one in step.statement.names.all_reads}
-    needs = {one for step in plan.steps for one in step.statement.needs}
-    has_notebook = any(step.in_notebook and id(step) not in layout.hoisted for step in plan.steps)
-    helpers = [_start_text(session, "init_process_group" in text)]
-    extra = {"contextlib", "os", "torch", "torch.distributed"} | (needs - {FROM_RANKS})
-    imports = [f"import {module}" for module in extra]
-    if "display" in used - bound:
-        helpers.append(DISPLAY)
-    if FROM_RANKS in needs:
-        helpers.append(COLLECT)
-    if data:
-        helpers.append(STORED.format(file=data))
-        imports += ["import pickle", "from pathlib import Path"]
-    if has_notebook:
-        helpers.append(NOTEBOOK)
-        imports += ["import random as random_states", "import sys"]
-    if options.found:
-        helpers.append(options.function_text())
-        imports.append("import argparse")
-    launch = textwrap.indent(LAUNCH.format(size=session.size, name=name), "").strip()
-    header = HEADER.format(size=session.size, backend=session.backend, launch=launch)
-    module = [header, "\n".join(_sorted_imports([*layout.imports, *imports])), _rank_text(session)]
+    main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
+    options: dict[str, object] = {}
+    body = _main_text(plan, layout, session, choice, options)
+    app = "" if session.app in (None, "deepspeed") else APP.format(app=session.app)
+    facts = {
+        "size": session.size,
+        "backend": session.backend,
+        "threads": session.threads,
+        "seeds": session.seeds,
+        "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
+    }
+    joins_again = "init_process_group" in text or "run_script" in text
+    helpers = [START.format(**facts) + (AGAIN if joins_again else "") + app, END]
+    helpers += (
+        [DISPLAY]
+        if "display" in names and not any("display" in one.statement.names.binds for one in plan.steps)
+        else []
+    )
+    helpers += [PULLS] if "pulled." in text else []
+    helpers += [FROM_RANKS] if "from_ranks(" in text else []
+    helpers += [PUSHES.format(file=data)] if data else []
+    helpers += [RUN_SCRIPT] if "run_script(" in text else []
+    if options:
+        lines = "\n".join(f"    {_option_line(*one)}" for one in options.items())
+        helpers.append(OPTIONS.format(lines=lines))
+    imports = [f"import {one}" for one in OURS[:3]] + [f"import {one}" for one in OURS[3:] if f"{one}.run(" in text]
+    imports += ["import argparse"] if options else []
+    shown = "" if last_lines else _shown_text(plan)
+    helpers += [SHOW.format(lines=shown)] if shown else []
+    bound = {one for step in plan.steps if id(step) not in layout.hoisted for one in step.statement.names.binds}
+    lines = textwrap.wrap(", ".join(sorted(bound)), 100)
     opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
-    opening += _global_lines(plan, layout)
-    if "matplotlib" in text:
-        opening += '    import matplotlib\n\n    matplotlib.use("agg")  # plots need no screen\n\n'
-    if options.found:
-        opening += "    options = parse_options()\n\n"
-    closing = textwrap.indent(last_lines, "    ")
-    parts = [*module, *layout.definitions, *helpers, opening + body + closing, RUN.format(main=main)]
-    return "\n\n".join(part.strip("\n") + "\n" for part in parts if part.strip())
+    opening += "".join(f"    global {line.rstrip(',')}\n" for line in lines)
+    opening += "    session_options = parse_options()\n" if options else ""
+    run = ["start_rank()", f"{main}()", *filter(None, [last_lines]), "end_rank()"]
+    run += ['if os.environ["RANK"] == "0":', "    show_results()"] if shown else []
+    ending = 'if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in run)
+    module = [HEADER.format(name=name, **facts), *_sorted_imports([*layout.imports, *imports]), "", _rank_text(session)]
+    parts = ["\n".join(module), *layout.definitions, *helpers, opening + body, ending]
+    return "\n\n".join(part.strip("\n") + "\n" for part in parts)
 
 
 def _rank_text(session: Session) -> str:
@@ -188,20 +222,6 @@ def _rank_text(session: Session) -> str:
     if session.device != "cpu":
         device = f'torch.device({session.device!r}, int(os.environ["LOCAL_RANK"]))'
     return f'rank = int(os.environ["RANK"])\nworld_size = int(os.environ["WORLD_SIZE"])\ndevice = {device}\n'
-
-
-def _app_text(app: str | None) -> str:
-    if app is None:
-        return ""
-    if app == "deepspeed":
-        return "    # DeepSpeed uses the process group; the app of the session has prepared nothing else\n"
-    return APP.format(app=app)
-
-
-def _start_text(session: Session, calls_init: bool) -> str:
-    use_device = "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    "
-    text = START.format(seeds=session.seeds, use_device=use_device, threads=session.threads, backend=session.backend)
-    return text + (INIT if calls_init else "") + _app_text(session.app)
 
 
 def _sorted_imports(lines: Iterable[str]) -> list[str]:
@@ -220,157 +240,188 @@ def _sorted_imports(lines: Iterable[str]) -> list[str]:
 # -- imports and definitions
 
 
-def _arrange_steps(steps: Sequence[Step]) -> _Layout:
-    """Choose the imports, functions and classes that can be above ``main`` without another meaning."""
+def _arrange_steps(plan: Plan) -> _Layout:
+    """Choose the imports, functions and classes that can be above ``main`` without another meaning.
+
+    Nothing moves over code that may change its meaning: a change of the environment or of an attribute, or an import of
+    a package that may do the same.
+    """
     layout = _Layout()
-    nodes: dict[str, list[ast.stmt | None]] = {}
-    for step in steps:
+    if any(step.statement.script for step in plan.steps):
+        return layout  # whose variables may have the same names
+    nodes: dict[str, list[ast.stmt | None]] = {one: [*ast.parse(f"import {one}").body] for one in OURS}
+    text = "\n".join(step.statement.text for step in plan.steps)
+    for step in plan.steps:
         for one in step.statement.names.binds | step.statement.names.sets:
             nodes.setdefault(one, []).append(step.statement.node)
-    stored = {
-        one.value.id
-        for step in steps
-        if step.statement.node is not None
-        for one in ast.walk(step.statement.node)
-        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and isinstance(one.value, ast.Name)
-    }
     read: set[str] = set()
-    changed = False
-    for step in steps:
-        node, found = step.statement.node, step.statement.names
-        same = node is not None and all(
-            other is node or (other is not None and _is_same(node, other))
-            for one in found.binds
-            for other in nodes[one]
-        )
-        early = found.binds & (read | (names.BUILTINS - {"__name__"}))
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-            if star or (same and not early - layout.names and not changed):
-                layout.imports += _import_lines(node)
-                _hoist_step(step, layout)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            repeated = any(other is not node for other in nodes[node.name])
-            first = node.name not in layout.names
-            if (
-                same
-                and not (first and early)
-                and not names.calls_when_defined(node)
-                and found.reads <= layout.names | names.BUILTINS | names.PROVIDED
-                and not (repeated and (node.decorator_list or not names.is_repeatable(node)))
-                and node.name not in stored
-                and node.name not in names.PROVIDED
-            ):
-                if first:
-                    layout.definitions.append(step.statement.text)
-                _hoist_step(step, layout)
-                layout.deferred |= found.deferred
-        elif node is not None:
-            changed = changed or any(word in step.statement.text for word in ENVIRONMENT)
-            read |= found.reads
-        if id(step) not in layout.hoisted:
-            read |= found.all_reads
+    is_changed = any(word in text for word in ("__init_subclass__", "__set_name__", "metaclass"))
+    for step in plan.steps:
+        node, names = step.statement.node, step.statement.names
+        same = node is not None and all(_is_same(node, other) for one in names.binds for other in nodes[one])
+        is_early = bool((names.binds - layout.names) & (read | code_names.BUILTINS | PROVIDED))
+        if node is not None and same and not is_early and step.ranks is EVERYWHERE:
+            if isinstance(node, IMPORTS):
+                joins = isinstance(node, ast.ImportFrom) and "init_process_group" in names.binds
+                if not (is_changed or joins or code_names.untrusted_import(node)):
+                    layout.imports += _import_lines(node)
+                    layout.hoisted.add(id(step))
+            elif isinstance(node, DEFINITIONS) and _can_move(node, is_changed):
+                fixed = layout.names | code_names.BUILTINS | (PROVIDED - nodes.keys())
+                is_again = node.name in layout.names
+                if names.reads <= fixed and not (is_again and is_changed):
+                    layout.definitions += [] if is_again else [step.statement.text]
+                    layout.hoisted.add(id(step))
+        if id(step) in layout.hoisted:
+            layout.names |= names.binds
+        else:
+            read |= names.reads | names.deferred
+        is_changed = is_changed or (node is not None and _may_change(node))
     return layout
 
 
-def _hoist_step(step: Step, layout: _Layout) -> None:
-    layout.hoisted.add(id(step))
-    layout.names |= step.statement.names.binds
-
-
-def _is_same(node: ast.stmt, other: ast.stmt) -> bool:
-    """Return True if two imports or definitions bind their common names to the same objects."""
-    if isinstance(node, names.SHARED):
-        if not isinstance(other, names.SHARED):
+def _can_move(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_changed: bool) -> bool:
+    """Return True if a definition has the same result at the beginning of the script."""
+    if isinstance(node, ast.ClassDef):
+        if is_changed:
             return False
-        first, second = _import_origins(node), _import_origins(other)
+        parts: list[ast.AST] = [*node.bases, *node.keywords]
+        for one in node.body:
+            if isinstance(one, DEFINITIONS):
+                if not _can_move(one, is_changed):
+                    return False
+            else:
+                parts.append(one)
+    else:
+        parts = [*code_names.default_values(node)]
+    inner = [one for part in [*parts, *node.decorator_list] for one in ast.walk(part)]
+    if any(isinstance(one, ast.Call) for part in parts for one in ast.walk(part)):
+        return False
+    decorators = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
+    roots = {ast.unparse(one).partition(".")[0] for one in decorators}
+    known = {"torch", "functools", "contextlib", "dataclasses", "dataclass", "staticmethod", "classmethod", "property"}
+    return roots <= known and not (
+        is_changed and (node.decorator_list or any(isinstance(one, ast.Attribute) for one in inner))
+    )
+
+
+def _may_change(node: ast.stmt) -> bool:
+    """Return True if a statement may change the meaning of a later import or definition."""
+    if code_names.untrusted_import(node):
+        return True
+    for one in ast.walk(node):
+        match one:
+            case ast.Attribute(value=value, ctx=ast.Store() | ast.Del()):
+                if not isinstance(value, ast.Name) or value.id != "self":
+                    return True
+            case (
+                ast.Name("setattr" | "delattr" | "patch" | "subprocess")
+                | ast.Attribute(
+                    attr="environ" | "putenv" | "path" | "chdir" | "modules" | "patch" | "set_start_method" | "reload"
+                )
+            ):
+                return True
+    return False
+
+
+def _is_same(node: ast.stmt, other: ast.stmt | None) -> bool:
+    """Return True if two imports or functions bind their common names to equal objects."""
+    if node is other:
+        return True
+    if isinstance(node, IMPORTS):
+        if not isinstance(other, IMPORTS):
+            return False
+        first, second = code_names.import_origins(node), code_names.import_origins(other)
         return all(first[name] == second[name] for name in first.keys() & second.keys())
-    return ast.dump(node) == ast.dump(other)
+    simple = isinstance(node, ast.FunctionDef) and not node.decorator_list
+    constant = (ast.Constant, ast.Name, ast.UnaryOp)
+    if not simple or not all(isinstance(one, constant) for one in code_names.default_values(node)):
+        return False  # a second run makes a new object, with a state of its own
+    return other is not None and ast.dump(node) == ast.dump(other)
 
 
-def _import_origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
-    """Return the origin of each name that an import binds."""
-    if isinstance(node, ast.Import):
-        return {
-            alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
-            for alias in node.names
-        }
-    return {alias.asname or alias.name: f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names}
-
-
-def _import_lines(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+def _import_lines(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.ImportFrom):
-        yield ast.unparse(node)
-        return
-    for alias in node.names:
-        yield f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+        return [ast.unparse(node)]
+    return [f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
 
 
 # -- main
 
 
-def _global_lines(plan: Plan, layout: _Layout) -> str:
-    """Return the declaration of the variables of ``main`` that functions of the module also use."""
-    rest = [step.statement for step in plan.steps if id(step) not in layout.hoisted]
-    bound = {name for one in rest for name in one.names.binds}
-    everything = {name for step in plan.steps for name in step.statement.names.all_reads}
-    set_by_functions = {name for step in plan.steps for name in step.statement.names.sets}
-    at_module = layout.deferred | layout.names | names.BUILTINS | names.PROVIDED | set_by_functions
-    defined = {
-        one.node.name for one in rest if isinstance(one.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
-    shared = bound if everything & names.DYNAMIC else bound & (at_module | defined)
-    wrapped = textwrap.wrap(", ".join(sorted(shared)), 100)
-    return "".join(f"    global {line.rstrip(',')}\n" for line in wrapped)
-
-
-def _main_lines(plan: Plan, layout: _Layout, options: parameters.Options, choice: Choice) -> str:
+def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, options: dict[str, object]) -> str:
+    """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`."""
+    has_options = {one.number for one in session.events if getattr(one, "is_param", False)}
     lines: list[str] = []
-    former = None
+    former = 0
     rest = [part for part in plan.parts if id(part) not in layout.hoisted]
-    for _, parts in itertools.groupby(rest, key=_block_of):
-        first, *others = parts
+    for _, group in itertools.groupby(rest, key=_block_of):
+        parts = list(group)
+        first = parts[0]
         if isinstance(first, LeftOut):
-            lines += ["", f"# cell {first.number} is left out: {first.reason}"]
-            lines += [f"#     {line}".rstrip() for line in first.code.strip("\n").splitlines()]
+            lines += [
+                "",
+                f"# cell {first.number} is left out: {first.reason}",
+                comment_out(textwrap.indent(first.code, "    ")),
+            ]
             continue
-        steps = [first, *(part for part in others if isinstance(part, Step))]
-        number, ranks, in_notebook = first.number, first.ranks, first.in_notebook
-        if not any(step.statement.node is not None or step.statement.problem for step in steps):
-            lines += ["", *(line for step in steps for line in step.statement.text.splitlines())]
+        if isinstance(first, Refusal):
+            if choice.partial:
+                lines += ["", *filter(None, [first.code]), f"raise NotImplementedError({first.text!r})"]
             continue
-        where = " of the notebook" if in_notebook else "" if ranks is None else f" on {ranks_text(ranks)}"
-        lines += [""] if former == number else ["", f"# cell {number}{where}"]
-        former = number
-        body = "\n".join(_step_text(step, step is steps[-1], options, choice) for step in steps).strip("\n")
-        if in_notebook and any(not names.is_pure(step.statement.node) for step in steps):
-            body = "with NotebookRandom():\n" + _indent_code(body)
+        steps = [part for part in parts if isinstance(part, Step) and not part.statement.problem]
+        if not steps:
+            continue
+        ranks = first.ranks
+        where = f" on {ranks_text(ranks)}" if ranks is not None else ""
+        lines += [""] if former == first.number else ["", f"# cell {first.number}{where}"]
+        former = first.number
+        texts = [_step_text(step, step is steps[-1], options if step.number in has_options else None) for step in steps]
+        body = "\n".join(texts).strip("\n")
         if ranks is not None:
-            test = f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
-            body = f"if {test}:\n" + _indent_code(body)
+            body += "" if any(step.statement.node for step in steps) else "\npass"
+            body = f"if rank {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)
         lines.append(body)
-    return _indent_code("\n".join(lines).strip("\n") or "pass") + "\n"
+    return _indent_code("\n".join(lines).strip("\n") + "\npass" * (not plan.steps)) + "\n"
 
 
-def _block_of(part: Step | LeftOut) -> tuple[object, ...]:
+def _block_of(part: Part) -> tuple[object, ...]:
     """Return a key that consecutive statements of one block have in common."""
-    return (id(part),) if isinstance(part, LeftOut) else (part.number, part.ranks, part.in_notebook)
+    return (part.number, part.ranks) if isinstance(part, Step) else (id(part),)
 
 
-def _step_text(step: Step, is_last: bool, options: parameters.Options, choice: Choice) -> str:
-    statement = step.statement
-    if statement.problem:
-        text = f"cell {step.number}: {statement.problem}"
-        return f"{statement.text}\nraise NotImplementedError({text!r})"
-    if step.number in options.numbers and (text := options.replace_constant(statement)):
-        return text
-    node = statement.node
-    if is_last and isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Call, ast.Constant, ast.ListComp)):
-        shown = ast.get_source_segment(statement.text, node) or ast.unparse(node)
-        return f"{statement.text.rpartition(shown)[0]}print({shown})"
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-        return f"{node.target.id} = {ast.unparse(node.value)}"  # a global variable has no annotation
-    return statement.text
+def _step_text(step: Step, is_last: bool, options: dict[str, object] | None) -> str:
+    statement, node = step.statement, step.statement.node
+    match node:
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            text = f"{name} = {ast.unparse(value)}"  # a global variable has no annotation
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            text = statement.text
+        case ast.Expr(value=value) if is_last and not isinstance(value, (ast.Call, ast.Constant)):
+            shown = ast.get_source_segment(statement.text, ast.parse(statement.text).body[0]) or ""
+            is_last = statement.text.endswith(shown)
+            return f"{statement.text.removesuffix(shown)}print({shown})" if is_last else statement.text
+        case _:
+            return statement.text
+    if options is not None and isinstance(value, (ast.Constant, ast.UnaryOp)) and name not in (*options, "help", "h"):
+        try:
+            default = ast.literal_eval(value)
+        except ValueError:
+            return text
+        if isinstance(default, (bool, int, float, str)):
+            options[name] = default
+            return f"{name} = session_options.{name}"
+    return text
+
+
+def _option_line(name: str, default: object) -> str:
+    kind = "action=argparse.BooleanOptionalAction" if isinstance(default, bool) else f"type={type(default).__name__}"
+    return f"parser.add_argument({'--' + name.replace('_', '-')!r}, dest={name!r}, {kind}, default={default!r})"
+
+
+def _shown_text(plan: Plan) -> str:
+    lines = [f"# cell {one.number} of the notebook\n" + "\n".join(one.lines) + "\n" for one in plan.shown]
+    return _indent_code("\n".join(lines).rstrip("\n"))
 
 
 def _indent_code(text: str) -> str:

@@ -1,30 +1,38 @@
-"""Decide which statements of a session the script runs, and on which ranks; the other cells become comments.
+"""Decide which statements of a session the script runs, and refuse what may not be repeated equally.
 
-A statement stays unless it is certain that nothing later depends on it: everything but plain assignments and
+A statement on ranks stays unless it is certain that nothing later depends on it: everything but plain assignments and
 definitions may draw random numbers, change an object or communicate.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import io
+import pickle
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ddip.export import code_names as names
-from ddip.export import translation
-from ddip.export.code_names import BUILTINS, PROVIDED, Names
-from ddip.export.record import Choice, Execution, Session
+from ddip.errors import ranks_text
+from ddip.export import code_names, translation
+from ddip.export.code_names import BUILTINS, IMPORTS, PROVIDED
+from ddip.export.record import Choice, Execution, Push, Session
 from ddip.export.translation import Statement
 
 EVERYWHERE: tuple[int, ...] | None = None
 """Ranks of a step that all ranks run."""
-RANDOM = ("rand", "shuffle", "sample", "permutation", "choice", "normal_(", "uniform")
-FROM_RANKS = "from_ranks"
-"""Function of the script that collects a variable of all ranks."""
 APPS = ("deepspeed", "hf", "lightning")
 """Apps that a script can prepare."""
-SEEDED = ("seed", "default_rng(", "random_state", "generator")
+LITERAL_CHARS = 200
+"""Maximum length of a pushed value that the script has as a literal."""
+WITHOUT = "run the notebook again without it, or choose cells with --cells"
+DATA = "--data writes its value to a file beside the script"
+RESERVED = (
+    *("SEEDS", "start_rank", "end_rank", "run_cells", "from_ranks", "run_script", "pushed_values", "parse_options"),
+    *("session_options", "show_results", "copied", "pulled"),
+)
+"""Names that the script uses itself."""
 
 
 @dataclass
@@ -36,12 +44,6 @@ class Step:
     """Number of its execution."""
     ranks: tuple[int, ...] | None = EVERYWHERE
     """Ranks that run it; None for all."""
-    in_notebook: bool = False
-    """True if the notebook ran it; the script then keeps the random states of the ranks."""
-    pulls: frozenset[str] = frozenset()
-    """The ranks' variables that it copies to the notebook's side."""
-    shares: frozenset[str] = frozenset()
-    """Variables that the notebook and the ranks have in common from now on."""
 
 
 @dataclass
@@ -54,390 +56,361 @@ class LeftOut:
 
 
 @dataclass
-class Plan:
-    """The parts of a script in order, and the reasons why it would not repeat the session."""
+class Refusal:
+    """A reason why the script would not repeat the session, or may not."""
 
-    parts: list[Step | LeftOut] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    stored: list[str] = field(default_factory=list)
-    """Pushed variables that the script reads from a file."""
+    number: int
+    """Number of the cell; 0 if it concerns the whole session."""
+    reason: str
+    code: str = ""
+    is_doubt: bool = False
+    """True if a comparison of values can show that they are equal nevertheless."""
 
     @property
-    def left_out(self) -> list[LeftOut]:
-        """The cells that do not run."""
-        return [part for part in self.parts if isinstance(part, LeftOut)]
+    def text(self) -> str:
+        """The reason with the number of the cell."""
+        return f"cell {self.number}: {self.reason}" if self.number else self.reason
+
+
+@dataclass
+class Shown:
+    """Code of a notebook cell that uses pulled values; it runs on rank 0 after all cells of the ranks."""
+
+    number: int
+    lines: list[str]
+
+
+Part = Step | LeftOut | Refusal
+
+
+@dataclass
+class Plan:
+    """The parts of a script in order."""
+
+    parts: list[Part] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
+    data: list[bytes] = field(default_factory=list)
+    """Pickled dicts of pushed variables that the script reads from a file."""
 
     @property
     def steps(self) -> list[Step]:
         """The statements that run."""
         return [part for part in self.parts if isinstance(part, Step)]
 
-
-@dataclass
-class _Cell:
-    """An execution with its statements."""
-
-    execution: Execution
-    statements: list[Statement]
-    kept: list[bool] = field(default_factory=list)
-    """Of a notebook cell: the statements that the script runs."""
-    on_rank_0: bool = False
-    """True for a notebook cell that uses pulled values."""
-    inserted: dict[int, list[Step]] = field(default_factory=dict)
-    """Steps that replace a ``%dipush`` or ``%dipull``, by its position."""
-
     @property
-    def is_local(self) -> bool:
-        return self.execution.ranks is None
+    def refusals(self) -> list[Refusal]:
+        """All reasons against the script."""
+        return [part for part in self.parts if isinstance(part, Refusal)]
+
+    def refuse(self, number: int, reason: str, code: str = "", *, is_doubt: bool = False) -> None:
+        """Add a reason against the script at the current place."""
+        self.parts.append(Refusal(number, reason, code, is_doubt))
 
 
 def plan_script(session: Session, choice: Choice) -> Plan:
     """Return the parts of the script for a session."""
     plan = Plan()
-    cells = [
-        _Cell(one, translation.translate_cell(one.code, one.ranks is None))
-        for one in _chosen_executions(session, choice)
-    ]
-    notebook = [cell for cell in cells if cell.is_local and not cell.execution.failure]
-    for cell in notebook:
-        cell.kept = [False] * len(cell.statements)
-    _follow_pushes(notebook, session, choice, plan)
-    _follow_pulls(notebook, session, plan)
-    reasons = _find_idle(cells, choice.results)
-    for cell in cells:
-        plan.parts += _parts_of(cell, session, reasons.get(id(cell), ""))
-    _check_names(plan, cells)
-    _check_sides(plan)
-    for step in plan.steps:
-        if step.statement.problem and not choice.partial:
-            plan.problems.append(f"cell {step.number}: {step.statement.problem}")
-    _check_group(plan, cells, session)
+    for reason in session.problems:
+        plan.refuse(0, reason)
+    for reason in session.doubts:
+        plan.refuse(0, reason, is_doubt=True)
+    if session.app is not None:
+        plan.refuse(0, f"-a {session.app} prepares its framework on ranks", is_doubt=session.app in APPS)
+    failed: list[tuple[Execution, list[Statement]]] = []
+    local = _LocalCode()
+    for event in _chosen_events(session, choice):
+        if isinstance(event, Push):
+            _add_push(plan, event, session, choice)
+        elif event.ranks is None:
+            plan.parts += local.read_cell(event)
+        else:
+            statements = translation.translate_cell(event.code)
+            if event.failure:
+                failed.append((event, statements))
+            _add_cell(plan, event, statements, session)
+    if any(part.statement.script for part in plan.steps):
+        local.shown.clear()  # the names of a script's variables are not known
+    plan.shown = local.shown
+    _check_failed(plan, failed)
+    _leave_out_idle(plan, choice)
+    _check_names(plan, session)
     return plan
 
 
-def _check_group(plan: Plan, cells: Sequence[_Cell], session: Session) -> None:
-    """Add a problem for cells of another number of ranks, and for an app that a script cannot prepare."""
-    resized = [cell.execution for cell in cells if cell.execution.resized]
-    if resized:
-        last = resized[-1]
-        plan.problems.append(f"{last.resized} after cell {last.number}; --cells {last.number + 1}- takes later cells")
-    if session.app not in (None, *APPS):
-        plan.problems.append(f"-a {session.app}: a script cannot prepare this app")
-
-
-def _chosen_executions(session: Session, choice: Choice) -> list[Execution]:
-    executions = list(session.executions)
-    if choice.numbers is not None:  # cells of the notebook come along if a chosen push needs them
-        executions = [one for one in executions if one.ranks is None or one.number in choice.numbers]
+def _chosen_events(session: Session, choice: Choice) -> list[Execution | Push]:
+    events = list(session.events)
+    if choice.numbers is not None:
+        events = [one for one in events if one.number in choice.numbers]
     if choice.last:
-        last = {one.cell or one.code: one for one in executions if not one.failure}
-        executions = [one for one in executions if one.ranks is None or last.get(one.cell or one.code, one) is one]
-    return executions
+        last = {
+            one.cell or one.code: one
+            for one in events
+            if isinstance(one, Execution) and one.ranks is not None and not one.failure
+        }
+        events = [
+            one
+            for one in events
+            if isinstance(one, Push) or one.ranks is None or last.get(one.cell or one.code, one) is one
+        ]
+    return events
 
 
-# -- the notebook's side
-
-
-def _list_statements(cells: Sequence[_Cell]) -> list[tuple[_Cell, int, Statement]]:
-    return [(cell, i, statement) for cell in cells for i, statement in enumerate(cell.statements)]
-
-
-def _follow_pushes(notebook: Sequence[_Cell], session: Session, choice: Choice, plan: Plan) -> None:
-    """Keep the notebook's statements that made pushed values, or store the values."""
-    statements = _list_statements(notebook)
-    for position, (cell, i, statement) in enumerate(statements):
-        if statement.transfer is None or statement.transfer.magic != "dipush":
-            continue
-        if choice.numbers is not None and cell.execution.number not in choice.numbers:
-            continue
-        pushed, _, ranks = translation.parse_transfer(statement.transfer)
-        number = cell.execution.number
-        where = _ranks_typed(ranks, session.size)
-        comment = Statement(f"# %dipush {statement.transfer.line}", None, Names())
-        cell.inserted[i] = [Step(comment, number, shares=frozenset(pushed))]
-        if choice.stores_data:
-            later = {name for _, _, one in statements[position:] for name in one.names.binds}
-            for name in sorted(later.intersection(pushed)):
-                plan.problems.append(f"%dipush {name} in cell {number}: the notebook has assigned {name} again since")
-            cell.inserted[i] += [
-                Step(_added_statement(f"{name} = stored_value({name!r})"), number, where, shares=frozenset({name}))
-                for name in pushed
-            ]
-            plan.stored += [name for name in pushed if name not in plan.stored]
-            continue
-        missing = _keep_makers(statements[:position], set(pushed))
-        for name in sorted(missing):
-            plan.problems.append(
-                f"%dipush {name} in cell {number}: {missing[name]}; --data writes its value to a file beside the script"
-            )
-
-
-def _added_statement(text: str, *needs: str) -> Statement:
-    """Return an assignment that the script adds, as a statement."""
-    node = ast.parse(text).body[0]
-    return Statement(text, node, Names(names.certain_binds(node)), needs=frozenset(needs))
-
-
-def _keep_makers(before: Sequence[tuple[_Cell, int, Statement]], needed: set[str]) -> dict[str, str]:
-    """Keep the statements that made the variables `needed`.
-
-    Returns the reason for each variable without a known origin.
-    """
-    origin: dict[str, str] = {}
-    deferred: set[str] = set()
-    found: set[str] = set()
-    while True:
-        live, former = {*needed, *deferred}, set(deferred)
-        for cell, i, one in reversed(before):
-            if one.transfer is not None:
-                pulled = _pulled_names(one) & live if one.transfer.magic == "dipull" else set()
-                origin |= {name: f"{name} comes from %dipull" for name in pulled}
-                found |= pulled
-                continue
-            makes = (one.names.binds | one.names.sets) & live
-            changes = not names.is_pure(one.node) and one.names.reads & live - BUILTINS
-            if not (makes or (changes and not _only_shows(one)) or _sets_seed(one)):
-                continue
-            cell.kept[i] = True
-            found |= makes
-            if one.problem:
-                origin |= dict.fromkeys(makes, f"cell {cell.execution.number} has no translation ({one.problem})")
-            if _draws_unseeded(one, before):
-                origin |= dict.fromkeys(makes & needed, f"cell {cell.execution.number} may draw it without a seed")
-            live = (live - names.certain_binds(one.node)) | one.names.reads
-            deferred |= one.names.deferred - BUILTINS
-        if deferred == former:
-            break
-    lost = needed - found
-    return origin | {name: f"no cell of the notebook assigns {name} by name" for name in lost}
-
-
-def _only_shows(statement: Statement) -> bool:
-    return statement.text.lstrip().startswith(("print(", "display(", "plt.", "assert "))
-
-
-def _sets_seed(statement: Statement) -> bool:
-    return "seed(" in statement.text and statement.node is not None and not names.certain_binds(statement.node)
-
-
-def _draws_unseeded(statement: Statement, before: Sequence[tuple[_Cell, int, Statement]]) -> bool:
-    """Return True if the statement seems to draw random numbers, and no statement seems to set a seed."""
-    draws = any(word in statement.text for word in RANDOM) and not names.is_pure(statement.node)
-    return (
-        draws
-        and not any(word in one.text for _, _, one in before for word in SEEDED)
-        and not any(word in statement.text for word in SEEDED)
-    )
-
-
-def _pulled_names(statement: Statement) -> set[str]:
-    """Return the notebook's variables that a ``%dipull`` assigns."""
-    assert statement.transfer is not None
-    pulled, renamed, _ = translation.parse_transfer(statement.transfer)
-    return {renamed.get(name, name) for name in pulled} | set(names.certain_binds(statement.node))
-
-
-def _follow_pulls(notebook: Sequence[_Cell], session: Session, plan: Plan) -> None:
-    """Keep the notebook's cells that use pulled values, for rank 0."""
-    statements = _list_statements(notebook)
-    pulled: set[str] = set()
-    for cell in notebook:
-        used = any(one.names.all_reads & pulled for one in cell.statements if one.transfer is None)
-        for one in cell.statements:
-            if one.transfer is not None and one.transfer.magic == "dipull":
-                pulled |= _pulled_names(one)
-                used = used or any(other.names.all_reads & _pulled_names(one) for other in cell.statements)
-        if used:
-            cell.on_rank_0 = True
-            position = next(at for at, (owner, _, _) in enumerate(statements) if owner is cell)
-            reads = {name for one in cell.statements for name in one.names.all_reads}
-            _keep_makers(statements[:position], reads - pulled - BUILTINS)
-            cell.kept = [one.transfer is None for one in cell.statements]
-            pulled |= {name for one in cell.statements for name in one.names.binds}
-    needed: set[str] = set()
-    for cell, i, one in reversed(statements):
-        if one.transfer is not None and one.transfer.magic == "dipull" and _pulled_names(one) & needed:
-            cell.inserted[i] = _pull_steps(one, cell.execution.number, session, plan)
-        elif cell.kept[i] and cell.on_rank_0:
-            needed |= one.names.all_reads
-
-
-def _pull_steps(statement: Statement, number: int, session: Session, plan: Plan) -> list[Step]:
-    assert statement.transfer is not None
-    pulled, renamed, ranks = translation.parse_transfer(statement.transfer)
-    comment = Statement(f"# %dipull {statement.transfer.line}", None, Names())
-    try:
-        sources = _ranks_typed(ranks, session.size) or range(session.size) if ranks else (0,)
-    except ValueError:
-        plan.problems.append(f"cell {number}: %dipull {statement.transfer.line}")
-        return []
-    targets = {name: [renamed.get(name, name)] for name in pulled}
-    if len(pulled) == 1:
-        targets[pulled[0]] += names.certain_binds(statement.node)
-    same = frozenset(name for name in pulled if targets[name] == [name] and sources == (0,) and ranks != "all")
-    found = [Step(comment, number, pulls=same, shares=same)]
-    needs = () if sources == (0,) else (FROM_RANKS,)
-    for name, assigned in targets.items():
-        if name in same:
-            continue
-        value = name if sources == (0,) else f"from_ranks({name})"
-        if len(sources) == 1 and sources != (0,):
-            value += f"[{sources[0]}]"
-        elif len(sources) not in (1, session.size):
-            value = f"[{value}[i] for i in {sources}]"
-        text = " = ".join([*(one for one in dict.fromkeys(assigned) if one != value), value])
-        found.append(Step(_added_statement(text, *needs), number, pulls=frozenset({name})))
-    return found
-
-
-def _ranks_typed(typed: str, size: int) -> tuple[int, ...] | None:
-    """Return the ranks of ``-r`` as typed, None for all."""
-    ranks: set[int] = set()
-    for word in filter(None, typed.split(",")):
-        first, _, last = word.partition("-")
-        ranks |= set(range(size)) if word == "all" else set(range(int(first), int(last or first) + 1))
-    return None if not ranks or len(ranks) == size else tuple(sorted(ranks))
-
-
-# -- the ranks' side
-
-
-def _find_idle(cells: Sequence[_Cell], results: Iterable[str]) -> dict[int, str]:
-    """Find cells on ranks whose results nothing later reads; return reasons by the identity of the cell."""
-    deferred = {name for cell in cells for one in cell.statements for name in one.names.deferred}
-    live, reasons = set(results), dict[int, str]()
-    later: dict[str, int] = {}
-    for cell in reversed(cells):
-        if cell.execution.failure:
-            if not cell.is_local:
-                live = _keep_begun(cell, live, deferred)
-            continue
-        chosen = [one for i, one in enumerate(cell.statements) if not cell.is_local or (cell.kept and cell.kept[i])]
-        inner = set(live)
-        acts = False
-        for one in reversed(chosen):
-            has_effect = bool(one.problem) or not names.is_pure(one.node) or bool(one.names.binds & inner)
-            acts = acts or has_effect
-            if has_effect:
-                inner = _live_before(one, inner, deferred)
-        if not acts and not cell.is_local:
-            reasons[id(cell)] = _idle_reason(chosen, later, cell.execution.number)
-            continue
-        everyone = cell.is_local or len(cell.execution.ranks or ()) > 0
-        for one in reversed(chosen):
-            live = _live_before(one, live, deferred) if everyone else live | one.names.all_reads
-        for steps in cell.inserted.values():
-            live |= {name for step in steps for name in step.pulls}
-        later |= {name: cell.execution.number for one in chosen for name in names.certain_binds(one.node)}
-    return reasons
-
-
-def _keep_begun(cell: _Cell, live: set[str], deferred: set[str]) -> set[str]:
-    """Keep the definitions with which a failed cell began if later cells read them.
-
-    Returns the names that are read after its beginning. The definitions have no other effect, and precede all code
-    that can have failed.
-    """
-    plain = (*names.SHARED, *names.DEFINITIONS)
-    begun = list(
-        itertools.takewhile(lambda one: names.is_pure(one.node) or isinstance(one.node, plain), cell.statements)
-    )
-    cell.kept = [False] * len(cell.statements)
-    for i, one in reversed(list(enumerate(begun))):
-        cell.kept[i] = one.node is not None and bool(one.names.binds & live)
-        if cell.kept[i]:
-            live = _live_before(one, live, deferred)
-    return live
-
-
-def _live_before(statement: Statement, live: set[str], deferred: set[str]) -> set[str]:
-    """Return the names read after the beginning of the statement.
-
-    A call may read all `deferred` names.
-    """
-    calls = set() if names.is_pure(statement.node) else deferred
-    return (live - names.certain_binds(statement.node)) | statement.names.reads | calls
-
-
-def _idle_reason(statements: Sequence[Statement], later: dict[str, int], number: int) -> str:
-    bound = sorted({name for one in statements for name in names.certain_binds(one.node)})
-    if not bound:
-        return "it only shows values"
-    replaced = {later[name] for name in bound if name in later}
-    if replaced and all(name in later for name in bound):
-        return f"cell {min(replaced)} assigns {', '.join(bound)} again before anything reads it"
-    return f"nothing later reads {', '.join(bound)}"
-
-
-def _parts_of(cell: _Cell, session: Session, idle: str) -> Iterator[Step | LeftOut]:
-    execution = cell.execution
-    reason = execution.failure or idle
-    if reason:
-        if not cell.is_local:
-            yield LeftOut(execution.number, reason, execution.code)
-            kept = [one for one, is_kept in zip(cell.statements, cell.kept, strict=False) if is_kept]
-            yield from (Step(one, execution.number, execution.ranks) for one in kept)
+def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], session: Session) -> None:
+    number = execution.number
+    if execution.failure:
+        plan.parts.append(LeftOut(number, f"it failed: {execution.failure}", execution.code))
         return
-    ranks = execution.ranks if not cell.is_local else ((0,) if cell.on_rank_0 else EVERYWHERE)
-    ranks = EVERYWHERE if ranks is not None and len(ranks) == session.size else ranks
-    for i, statement in enumerate(cell.statements):
-        yield from cell.inserted.get(i, ())
-        if not cell.is_local or cell.kept[i]:
-            yield Step(statement, execution.number, ranks, cell.is_local)
+    if execution.overlaps:
+        plan.refuse(number, f"it ran at the same time as cell {execution.overlaps}", is_doubt=True)
+    everyone = execution.ranks is None or len(execution.ranks) == session.size
+    for statement in statements:
+        if statement.problem:
+            plan.refuse(number, statement.problem, statement.text)
+        elif statement.doubt:
+            first = statement.text.strip().partition("\n")[0]
+            plan.refuse(number, f"{first}: {statement.doubt}", is_doubt=True)
+        plan.parts.append(Step(statement, number, EVERYWHERE if everyone else execution.ranks))
+
+
+# -- pushes
+
+
+def _add_push(plan: Plan, push: Push, session: Session, choice: Choice) -> None:
+    """Add the assignment of pushed values: as literals, or from a file."""
+    ranks = EVERYWHERE if len(push.ranks) == session.size else push.ranks
+    typed = f"%dipush {' '.join(push.names)}"
+    if push.data is None:
+        plan.refuse(push.number, f"{typed}: the values were too large to keep; create them in a %%dip cell")
+        return
+    loaded = _Loader(io.BytesIO(push.data))
+    values = loaded.load()
+    if loaded.refused:
+        plan.refuse(push.number, f"{typed}: it contains {loaded.refused}; create it in a %%dip cell")
+    elif lines := _literal_lines(values):
+        plan.parts += [Step(_added_statement(line), push.number, ranks) for line in lines]
+    elif choice.stores_data:
+        targets = ", ".join(push.names) + ("," if len(push.names) == 1 else "")
+        line = f"{targets} = pushed_values({len(plan.data)})"
+        plan.data.append(push.data)
+        plan.parts.append(Step(_added_statement(line), push.number, ranks))
+    else:
+        plan.refuse(push.number, f"{typed}: {DATA}")
+
+
+class _Loader(pickle.Unpickler):
+    """Loads pushed values, and finds parts that other processes may not load equally."""
+
+    refused = ""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or function of the pickle, and note whether only the notebook has it."""
+        if module.partition(".")[0] in ("__main__", "cloudpickle", "ddip"):
+            self.refused = "code of the notebook"
+        elif module.startswith(("torch.nn", "torch.optim")):
+            self.refused = "a module or optimizer"
+        return super().find_class(module, name)
+
+
+def _literal_lines(values: dict[str, Any]) -> list[str]:
+    """Return assignments of literals that give exactly these values; empty if there are none."""
+    texts = {name: repr(value) for name, value in values.items()}
+    if max(map(len, texts.values())) > LITERAL_CHARS:
+        return []
+    try:
+        made = {name: ast.literal_eval(text) for name, text in texts.items()}
+    except (ValueError, SyntaxError):
+        return []
+    return [f"{name} = {text}" for name, text in texts.items()] if pickle.dumps(made) == pickle.dumps(values) else []
+
+
+def _added_statement(text: str) -> Statement:
+    node = ast.parse(text).body[0]
+    return Statement(text, node, code_names.Names(code_names.certain_binds(node)))
+
+
+# -- pulls
+
+
+class _LocalCode:
+    """Collects the notebook's code for pulled values, and the steps that copy these on the ranks."""
+
+    def __init__(self) -> None:
+        self.shown: list[Shown] = []
+        self._known: set[str] = set()
+        """Names that the collected code binds."""
+        self._imports: list[Statement] = []
+        """Imports of earlier cells that the collected code may need."""
+        self._pulls = 0
+
+    def read_cell(self, execution: Execution) -> Iterator[Part]:
+        """Collect a cell if it uses pulled values; yield steps for the ranks, or the cell as a comment."""
+        statements = translation.translate_cell(execution.code, in_notebook=True)
+        lines: list[str] = []
+        steps: list[Step] = []
+        known, pulls, why = set(self._known), self._pulls, ""
+        imports = {name: one for one in self._imports for name in one.names.binds}
+        used: dict[str, Statement] = {}
+        for one in statements:
+            if one.pull is not None:
+                targets, copy = _parse_pull(one.pull, execution.number)
+                why = why or ("" if targets else f"%dipull {one.pull}")
+                lines.append(f"({', '.join(targets)},) = pulled[{pulls}]")
+                steps += copy
+                pulls, known = pulls + 1, known.union(targets)
+                continue
+            reads = (one.names.reads | one.names.deferred) - BUILTINS - one.names.binds - known
+            used |= {name: imports[name] for name in reads if name in imports}
+            missing = sorted((one.names.needs | one.names.reads - one.names.binds) - BUILTINS - known - imports.keys())
+            why = why or one.problem or (f"it reads the notebook's {missing[0]}" if missing else "")
+            known |= one.names.binds
+            lines.append(one.text)
+        is_user = bool(steps) or any((one.names.reads | one.names.deferred) & self._known for one in statements)
+        self._imports += [one for one in statements if isinstance(one.node, IMPORTS)]
+        if not is_user or execution.failure:
+            return
+        if why:
+            yield LeftOut(execution.number, f"the notebook ran it: {why}", execution.code)
+            return
+        yield from steps
+        first = [one.text.strip() for one in dict.fromkeys(used.values())]
+        self._known, self._pulls = known.union(used), pulls
+        self.shown.append(Shown(execution.number, [*first, *lines]))
+
+
+def _parse_pull(line: str, number: int) -> tuple[list[str], list[Step]]:
+    """Return the notebook's names of a pull, and the step that copies the values on the ranks.
+
+    There are no names if the script cannot repeat the pull, such as one with ``--now``.
+    """
+    found = re.fullmatch(r"(?:-r all )?([\w, ]+?)(?: -r all)?", " ".join(line.split()))
+    words = found[1].replace(",", " ").split() if found else []
+    if not words or not all(word.isidentifier() for word in words) or words[0] == "as":
+        return [], []
+    sources: list[str] = []
+    targets: list[str] = []
+    pending = iter(words)
+    for word in pending:
+        if word == "as":
+            targets[-1] = next(pending, "")
+        else:
+            sources.append(word)
+            targets.append(word)
+    from_all = "-r all" in " ".join(line.split())
+    values = ", ".join(f"{'from_ranks' if from_all else 'copied'}({name})" for name in sources)
+    text, read = f"pulled.append(({values},))", frozenset(sources)
+    statement = Statement(text, ast.parse(text).body[0], code_names.Names(reads=read, needs=read))
+    return targets, [Step(statement, number, EVERYWHERE if from_all else (0,))]
+
+
+# -- failed and idle cells
+
+
+def _check_failed(plan: Plan, failed: Sequence[tuple[Execution, list[Statement]]]) -> None:
+    """Refuse the script if a failed cell may have had an effect before its error."""
+    for execution, statements in failed:
+        if execution.never_began or translation.has_syntax_error(execution.code):
+            continue
+        if not _is_harmless(execution, statements, plan.steps):
+            reason = (
+                f"it failed ({execution.failure}) and may have changed variables or random states before: {WITHOUT}"
+            )
+            at = next(i for i, part in enumerate(plan.parts) if part.number == execution.number)
+            plan.parts.insert(at, Refusal(execution.number, reason, is_doubt=True))
+
+
+def _is_harmless(execution: Execution, statements: Sequence[Statement], steps: Sequence[Step]) -> bool:
+    """Return True if no statement of a failed cell can have an effect, and nothing uses the names that it binds."""
+    origins = {
+        origin
+        for step in steps
+        if isinstance(step.statement.node, IMPORTS)
+        for origin in code_names.import_origins(step.statement.node).items()
+    }
+    used = {name for step in steps for name in step.statement.names.everything}
+    for one in statements:
+        if one.problem or one.script:
+            return False
+        if isinstance(one.node, IMPORTS):
+            if root := code_names.untrusted_import(one.node):
+                return execution.failure == f"ModuleNotFoundError: No module named {root!r}"
+            if not code_names.import_origins(one.node).items() <= origins:
+                return False
+        elif not code_names.is_pure(one.node) or one.names.binds & used:
+            return False
+    return True
+
+
+def _leave_out_idle(plan: Plan, choice: Choice) -> None:
+    """Replace cells on ranks whose results nothing later reads by comments."""
+    deferred = {name for step in plan.steps for name in step.statement.names.deferred}
+    live = {*choice.results, *PROVIDED}
+    kept: list[Part] = []
+    later: dict[str, int] = {}
+    has_script = any(step.statement.script for step in plan.steps)
+    for group in reversed(list(_group_steps(plan.parts))):
+        steps = [part for part in group if isinstance(part, Step)]
+        bound = {name for step in steps for name in step.statement.names.binds}
+        pure = all(code_names.is_pure(step.statement.node) and not step.statement.script for step in steps)
+        if steps and pure and not has_script and not bound & (live | deferred):
+            again = {later[name] for name in bound if name in later}
+            what = ", ".join(sorted(bound))
+            reason = f"nothing later reads {what}" if bound else "it only shows values"
+            if again and all(name in later for name in bound):
+                reason = f"cell {min(again)} assigns {what} again before anything reads it"
+            text = "\n".join(step.statement.text for step in steps)
+            if any(step.statement.node is not None for step in steps):
+                kept.append(LeftOut(steps[0].number, reason, text))
+            else:
+                kept += steps
+            continue
+        for step in reversed(steps):
+            names = step.statement.names
+            if step.ranks is EVERYWHERE:
+                live -= code_names.certain_binds(step.statement.node)
+            live |= names.reads | {name for name in names.deferred if not code_names.is_pure(step.statement.node)}
+            later |= dict.fromkeys(code_names.certain_binds(step.statement.node), step.number)
+        kept += reversed(group)
+    plan.parts = kept[::-1]
+
+
+def _group_steps(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Yield the consecutive statements of each cell, and each other part by itself."""
+    group: list[Part] = []
+    for part in parts:
+        if group and (not isinstance(part, Step) or not isinstance(group[0], Step) or part.number != group[0].number):
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
 
 
 # -- checks
 
 
-def _check_names(plan: Plan, cells: Sequence[_Cell]) -> None:
-    """Add a problem for each name that a statement reads and no earlier one binds."""
-    if any("import *" in step.statement.text or step.statement.problem for step in plan.steps):
+def _check_names(plan: Plan, session: Session) -> None:
+    """Refuse names that no earlier statement binds, and those that the script needs itself."""
+    steps = plan.steps
+    everything = {name for step in steps for name in step.statement.names.everything}
+    for name in sorted(everything.intersection(RESERVED)):
+        plan.refuse(0, f"the script uses the name {name} itself; give your variable another one")
+    for step in steps:
+        if step.statement.names.binds & {"rank"} and any(other.ranks is not EVERYWHERE for other in steps):
+            plan.refuse(step.number, "it assigns rank, which the script needs for cells on some ranks")
+    if any(step.statement.script or step.statement.problem for step in steps):
         return
     known = {*BUILTINS, *PROVIDED, "display"}
-    everything = {name for step in plan.steps for name in step.statement.names.binds | step.statement.names.sets}
-    failed = {
-        name: f"cell {cell.execution.number}, which is left out ({cell.execution.failure})"
-        for cell in cells
-        if cell.execution.failure
-        for one in cell.statements
-        for name in one.names.binds
-    }
+    bound = {name for step in steps for name in step.statement.names.binds | step.statement.names.sets}
     reported: set[str] = set()
-    for step in plan.steps:
+    for step in steps:
         found = step.statement.names
-        known |= step.statement.needs
-        unknown = sorted(((found.needs | step.pulls) - known) | (found.deferred - known - everything))
-        for name in unknown:
-            if name not in reported:
-                origin = failed.get(name, "no exported cell")
-                plan.problems.append(f"cell {step.number} reads {name}, which {origin} assigns")
-                reported.add(name)
-        known |= found.binds | found.sets | step.shares
-
-
-def _check_sides(plan: Plan) -> None:
-    """Add a problem for each variable of the notebook whose name is also one of the ranks' variables.
-
-    The script has one namespace for both.
-    """
-    owner: dict[str, set[bool]] = {}
-    """By name, the sides that have its current value: True for the notebook."""
-    for step in plan.steps:
-        one = step.statement
-        for name in sorted(one.names.needs):
-            if step.in_notebook not in owner.get(name, {step.in_notebook}):
-                sides = (
-                    ("the ranks have", "the notebook has")
-                    if step.in_notebook
-                    else ("the notebook has", "the ranks have")
-                )
-                plan.problems.append(
-                    f"cell {step.number} reads {name}, which {sides[0]} assigned since {sides[1]}: give one of the two "
-                    "variables another name"
-                )
-        shared = isinstance(one.node, names.SHARED)
-        owner |= {name: {True, False} if shared else {step.in_notebook} for name in one.names.binds}
-        if step.pulls:
-            owner |= {name: {True} for name in one.names.binds}
-        owner |= {name: {True, False} for name in step.shares}
+        strings = {
+            one.value
+            for one in (ast.walk(step.statement.node) if step.statement.node is not None else ())
+            if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        }
+        for name in sorted((found.needs - known) | (found.deferred - strings - known - bound) - reported):
+            reported.add(name)
+            where = "" if step.ranks is EVERYWHERE else f" on {ranks_text(step.ranks)}"
+            plan.refuse(step.number, f"it reads {name}{where}, which no exported cell assigns")
+        known |= found.binds | found.sets

@@ -7,43 +7,20 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from ddip.export import code_names as names
+from ddip.export import code_names
 from ddip.export.code_names import Names
 
-INLINED = ("time", "capture")
-"""Magics that run their code once: the code stays."""
-DROPPED = (
-    *(
-        "matplotlib",
-        "config",
-        "load_ext",
-        "reload_ext",
-        "autoreload",
-        "aimport",
-        "pdb",
-        "who",
-        "whos",
-        "pinfo",
-        "pinfo2",
-    ),
-    *("precision", "xmode", "colors", "history", "lsmagic", "pip", "conda", "pwd", "psearch", "alias", "logstart"),
-)
+DROPPED = ("matplotlib", "config", "pinfo", "pinfo2", "who", "whos", "pwd", "history", "lsmagic", "pip", "conda")
 """Magics without effect on the numbers of a script."""
-OF_DDIP = ("makedip", "autodip", "dip", "unload_ext")
-"""Beginnings of ddip's magics in cells of the notebook."""
-CELL_MAGIC = re.compile(r"(?:\s*(?:#.*)?\n)*[ \t]*%%(\w+)([^\n]*)\n?")
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A ``%dipush`` or ``%dipull`` line of the notebook."""
-
-    magic: str
-    line: str
+OF_NOTEBOOK = (*DROPPED, "makedip", "autodip", "load_ext", "reload_ext", "dipcells", "dipwait", "dipush")
+TIMED = re.compile(r"(?:\s*(?:#.*)?\n)*[ \t]*%%time[ \t]*\n")
+SCRIPT = re.compile(r"\s*%diprun[ \t]+([^\n]*)\s*")
+SHOWS_STATE = re.compile(r"(pip|conda|nvidia-smi|ls|pwd|head|tail|cat|which|free|df|echo)\b[^>|;&`$]*")
+"""Shell commands without an effect."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +29,16 @@ class Statement:
 
     text: str
     """Source with the comments above it; only a comment if the statement has no effect in a script."""
-    node: ast.stmt | None
-    names: Names
+    node: ast.stmt | None = None
+    names: Names = field(default_factory=Names)
     problem: str = ""
-    """The code that has no translation, as typed; empty if there is none."""
-    needs: frozenset[str] = frozenset()
-    """Modules that the translation uses."""
-    transfer: Transfer | None = None
+    """The code that has no translation and the reason; empty if there is none."""
+    doubt: str = ""
+    """The reason why its values may differ in a script."""
+    pull: str | None = None
+    """The arguments of its ``%dipull``, in a cell of the notebook."""
+    script: tuple[str, ...] = ()
+    """Path and arguments of the script that ``%diprun`` ran."""
 
 
 class Untranslatable(Exception):
@@ -67,22 +47,44 @@ class Untranslatable(Exception):
 
 def translate_cell(code: str, in_notebook: bool = False) -> list[Statement]:
     """Return the statements of a cell; those without a translation have a `problem`."""
-    found = CELL_MAGIC.match(code)
-    if found:
-        if found[1] not in INLINED:
-            typed = f"%%{found[1]}{found[2].rstrip()}"
-            return [Statement(_comment_out(code), None, Names(), typed)]
-        return [_comment_only(f"%%{found[1]}{found[2].rstrip()}"), *translate_cell(code[found.end() :], in_notebook)]
+    if timed := TIMED.match(code):
+        return translate_cell(code[timed.end() :], in_notebook)
+    if script := SCRIPT.fullmatch(code):
+        words = shlex.split(script[1])
+        if words[0] == "-m" or "/" in words[0]:
+            return [_refused(code, f"{code.strip()}: only a script in the notebook's folder can be exported")]
+        return [Statement(f"run_script{tuple(words)!r}".replace(",)", ")"), ast.Pass(), script=tuple(words))]
+    if code.lstrip().startswith("%%"):
+        return [_refused(code, code.strip().partition("\n")[0])]
     source = TransformerManager().transform_cell(code)
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
     except SyntaxError as error:
-        return [Statement(_comment_out(code), None, Names(), (error.text or code).strip())]
-    return [_translate_statement(text, node, in_notebook) for text, node in _split_source(source, tree)]
+        return [_refused(code, (error.text or code).strip())]
+    return [_translate_statement(text, in_notebook) for text in _split_source(source, tree)]
 
 
-def _split_source(source: str, tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+def has_syntax_error(code: str) -> bool:
+    """Return True if IPython refused to run the cell, before any of its statements."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(TransformerManager().transform_cell(code))
+    except SyntaxError:
+        return True
+    return False
+
+
+def comment_out(text: str) -> str:
+    """Return `text` as comment lines."""
+    return "\n".join(f"# {line}".rstrip() for line in text.strip("\n").splitlines())
+
+
+def _refused(code: str, problem: str, names: Names | None = None) -> Statement:
+    return Statement(comment_out(code), None, names or Names(), problem)
+
+
+def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
     """Yield the text of each statement, with the comment lines above it."""
     lines = source.splitlines(keepends=True)
     former = 0
@@ -92,18 +94,16 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[tuple[str, ast.stmt
         assert node.end_lineno is not None and node.end_col_offset is not None
         above = "".join(lines[former : first - 1])
         above = ("\n" if former and above.startswith("\n") else "") + above.lstrip("\n")
-        begin = 0 if decorators else node.col_offset
         inner = lines[first - 1 : node.end_lineno]
         after = inner[-1].encode()[node.end_col_offset :].decode().rstrip("\n")
         inner[-1] = inner[-1].encode()[: node.end_col_offset].decode()
-        inner[0] = inner[0].encode()[begin:].decode()
+        inner[0] = inner[0].encode()[0 if decorators else node.col_offset :].decode()
         comment = re.fullmatch(r"\s*;?(\s*#.*)", after)
-        yield above + "".join(inner) + (f"  {comment[1].strip()}" if comment else ""), node
+        yield above + "".join(inner) + (f"  {comment[1].strip()}" if comment else "")
         former = node.end_lineno
 
 
-def _translate_statement(text: str, node: ast.stmt, in_notebook: bool) -> Statement:
-    needs: set[str] = set()
+def _translate_statement(text: str, in_notebook: bool) -> Statement:
     begin = text.index(text.lstrip())  # comments above stay where they are
     tree = ast.parse(text)
     edits: list[tuple[int, int, str]] = []
@@ -113,38 +113,36 @@ def _translate_statement(text: str, node: ast.stmt, in_notebook: bool) -> Statem
             if magic is None:
                 continue
             assert isinstance(call, ast.Call)
-            name, arguments = magic
-            transfer = _find_transfer(name, arguments) if in_notebook else None
-            if transfer is not None:
-                if not _is_alone(tree, call):
-                    raise Untranslatable(f"%{transfer.magic} {transfer.line}")
-                return Statement(text, node, _bound_by(tree), transfer=transfer)
-            plain, modules = _plain_code(name, arguments, in_notebook)
-            if plain is None and _is_whole(tree, call):
-                above = text[:begin]
-                return replace(
-                    _comment_only(_typed_text(name, arguments)),
-                    text=above + _comment_only(_typed_text(name, arguments)).text,
-                )
-            needs |= modules
+            is_whole = isinstance(tree.body[0], ast.Expr) and tree.body[0].value is call
+            if in_notebook and magic[0] == "dipull":
+                if not is_whole:
+                    raise Untranslatable(f"%dipull {magic[1]}")
+                return Statement(text, pull=magic[1])
+            plain = _plain_code(*magic, in_notebook)
+            if plain is None and is_whole:
+                return Statement(text[:begin] + comment_out(_typed_text(*magic)))
             edits.append((*_find_span(text, call), plain or "None"))
-        for wait in names.top_level_awaits(tree):
+        for wait in _top_level_awaits(tree):
             if not isinstance(wait.value, ast.Call):
                 raise Untranslatable(ast.unparse(wait))
-            begin_at, end_at = _find_span(text, wait)
             inner = _find_span(text, wait.value)
-            edits.append((begin_at, end_at, f"asyncio.run({text[slice(*inner)]})"))
-            needs.add("asyncio")
+            edits.append((*_find_span(text, wait), f"asyncio.run({text[slice(*inner)]})"))
     except Untranslatable as error:
-        return Statement(_comment_out(text), None, _bound_by(tree), str(error))
+        return _refused(text, str(error), _bound_by(tree))
     for begin_at, end_at, plain in sorted(edits, reverse=True):
         text = text[:begin_at] + plain + text[end_at:]
-    if problem := names.find_waits(text):
-        return Statement(_comment_out(text), None, _bound_by(tree), problem)
-    found = names.names_of(text)
-    if "get_ipython" in found.reads | found.deferred:
-        return Statement(_comment_out(text), None, found, text.strip().partition("\n")[0])
-    return Statement(text, ast.parse(text).body[0], found, needs=frozenset(needs))
+    node = ast.parse(text).body[0]
+    problem = code_names.find_problem(node)
+    if not problem:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compile(text, "<cell>", "exec")
+        except SyntaxError as error:
+            problem = str(error.msg)  # such as an await that was not translated
+    if problem:
+        first = next(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+        return _refused(text, f"{first.strip()}: {problem}", _bound_by(tree))
+    return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
 
 
 def _bound_by(tree: ast.Module) -> Names:
@@ -152,81 +150,60 @@ def _bound_by(tree: ast.Module) -> Names:
     return Names(binds=frozenset(targets))
 
 
-def _shell_call(node: ast.AST) -> tuple[str, list[str]] | None:
-    """Return the magic or shell method that a call uses, and its arguments; None for other nodes."""
+def _shell_call(node: ast.AST) -> tuple[str, str] | None:
+    """Return the magic or shell method that a call uses, and its line; None for other nodes."""
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr=method), args=arguments):
-            texts = [one.value for one in arguments if isinstance(one, ast.Constant)]
-            if len(texts) == len(arguments) and all(isinstance(one, str) for one in texts):
-                if method in ("run_line_magic", "run_cell_magic") and texts:
-                    return str(texts[0]), [str(one) for one in texts[1:]]
-                if method in ("system", "getoutput"):
-                    return f"!{method}", [str(one) for one in texts]
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr="run_line_magic"),
+            args=[ast.Constant(str(name)), ast.Constant(str(line))],
+        ):
+            return name, line
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr="system" | "getoutput" as method),
+            args=[ast.Constant(str(line))],
+        ):
+            return f"!{method}", line
     return None
 
 
-def _typed_text(name: str, arguments: list[str]) -> str:
-    return f"!{arguments[0]}" if name.startswith("!") else f"%{name} {' '.join(arguments)}".rstrip()
+def _typed_text(name: str, line: str) -> str:
+    return f"!{line}" if name.startswith("!") else f"%{name} {line}".rstrip()
 
 
-def _find_transfer(name: str, arguments: list[str]) -> Transfer | None:
-    return Transfer(name, arguments[0] if arguments else "") if name in ("dipush", "dipull") else None
-
-
-def _plain_code(name: str, arguments: list[str], in_notebook: bool) -> tuple[str | None, set[str]]:
-    """Return the Python code of a magic, None if a script needs none, and the modules that it uses."""
-    line = arguments[0].strip() if arguments else ""
+def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
+    """Return the Python code of a magic; None if a script needs none."""
+    line = line.strip()
+    if name in (OF_NOTEBOOK if in_notebook else DROPPED):
+        return None
     if name.startswith("!"):
-        return _plain_command(name, line)
-    if name in DROPPED or (in_notebook and name.startswith(OF_DDIP)):
-        return None, set()
-    if name == "cd" and line and not line.startswith("-"):
-        path = line.strip("'\"")
-        folder = f"os.path.expanduser({path!r})" if path.startswith("~") else repr(path)
-        return f"os.chdir({folder})", {"os"}
+        if name == "!system" and SHOWS_STATE.fullmatch(line):
+            return None
+        if not re.search(r"[${]", line):
+            if name == "!system":
+                return f"subprocess.run({line!r}, shell=True)"
+            return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True).stdout.splitlines()"
+    if name == "cd" and line and not line.startswith("-") and not re.search(r"[${~]", line):
+        return f"os.chdir({line.strip(chr(39) + chr(34))!r})"
     if name in ("env", "set_env"):
         variable, equals, value = line.partition("=" if "=" in line else " ")
         if not equals:
-            return None, set()
-        if "$" not in value and "{" not in value:
-            return f"os.environ[{variable.strip()!r}] = {value.strip()!r}", {"os"}
+            return None
+        if not re.search(r"[${]", value):
+            return f"os.environ[{variable.strip()!r}] = {value.strip()!r}"
     if name == "time" and line:
-        return line, set()
-    repeated = re.fullmatch(r"(?=.*-n ?(\d+))(?=.*-r ?(\d+))(?:-[nr] ?\d+\s+){2}(?:-q\s+)?(.+)", line)
-    if name == "timeit" and repeated:
-        return f"[({repeated[3]}) for _ in range({int(repeated[1]) * int(repeated[2])})]", set()
-    raise Untranslatable(_typed_text(name, arguments))
+        return line
+    raise Untranslatable(_typed_text(name, line))
 
 
-def _plain_command(name: str, line: str) -> tuple[str | None, set[str]]:
-    if re.match(r"(pip|conda|mamba|uv|nvidia-smi|ls|pwd|head|tail|cat|which|free|df)\b[^>|;&]*$", line):
-        return (None, set()) if name == "!system" else (_capture_command(repr(line)), {"subprocess"})
-    if "$" in line:
-        raise Untranslatable(f"!{line}")
-    command = f"f{line!r}" if "{" in line else repr(line)
-    if name == "!getoutput":
-        return _capture_command(command), {"subprocess"}
-    return f"subprocess.run({command}, shell=True)", {"subprocess"}
-
-
-def _capture_command(command: str) -> str:
-    return f"subprocess.run({command}, shell=True, capture_output=True, text=True).stdout.splitlines()"
-
-
-def _is_whole(tree: ast.Module, call: ast.Call) -> bool:
-    """Return True if the call is the whole statement."""
-    match tree.body:
-        case [ast.Expr(value=value)]:
-            return value is call
-    return False
-
-
-def _is_alone(tree: ast.Module, call: ast.Call) -> bool:
-    """Return True if the call is the whole statement, or the value of an assignment to one name."""
-    match tree.body:
-        case [ast.Assign(targets=[ast.Name()], value=value)]:
-            return value is call
-    return _is_whole(tree, call)
+def _top_level_awaits(tree: ast.Module) -> Iterator[ast.Await]:
+    """Yield each ``await`` in a simple statement outside of functions."""
+    pending: list[ast.AST] = [tree.body[0]] if isinstance(tree.body[0], (ast.Expr, ast.Assign)) else []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Await):
+            yield node
+        elif not isinstance(node, code_names.SCOPES):
+            pending += ast.iter_child_nodes(node)
 
 
 def _find_span(text: str, node: ast.expr) -> tuple[int, int]:
@@ -238,38 +215,3 @@ def _find_span(text: str, node: ast.expr) -> tuple[int, int]:
 
     assert node.end_lineno is not None and node.end_col_offset is not None
     return position_of(node.lineno, node.col_offset), position_of(node.end_lineno, node.end_col_offset)
-
-
-def _comment_only(text: str) -> Statement:
-    return Statement(_comment_out(text), None, Names())
-
-
-def _comment_out(text: str) -> str:
-    return "\n".join(f"# {line}".rstrip() for line in text.strip("\n").splitlines())
-
-
-def parse_transfer(transfer: Transfer) -> tuple[list[str], dict[str, str], str]:
-    """Return the names of a push or pull, the new names of a pull, and the ranks after ``-r`` as typed.
-
-    >>> parse_transfer(Transfer("dipull", "-r 1 weights as second"))
-    (['weights'], {'weights': 'second'}, '1')
-    """
-    words = [word for part in shlex.split(transfer.line, comments=True) for word in part.split(",") if word]
-    typed: list[str] = []
-    renamed: dict[str, str] = {}
-    ranks = ""
-    pending = iter(words)
-    for word in pending:
-        if word in ("-r", "--rank", "--ranks"):
-            ranks = next(pending, "")
-        elif ranks and re.fullmatch(r"\d+(-\d+)?|all", word):
-            ranks += f",{word}"
-        elif word == "as" and typed:
-            renamed[typed[-1]] = next(pending, "")
-        elif word.isidentifier():
-            typed.append(word)
-        elif word == "--modules":
-            next(pending, "")  # the script imports them from its folder
-        elif word in ("-t", "--timeout"):
-            next(pending, "")
-    return typed, renamed, ranks

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddip.errors import BadInput
-from ddip.export.record import Execution
+from ddip.export.record import Execution, Push
 from ddip.notebook.first_lines import DIP, skip_comments
 from ddip.protocol.objects import calls
 
@@ -51,43 +54,65 @@ class Executions:
         if result.info is not None and result.info.store_history and not result.success:
             self._failed.add(self._number)
 
-    def list_executions(self, history: History, since: float) -> tuple[Execution, ...]:
-        """Return the executions of the notebook so far, and those on ranks `since` a Unix time, in order."""
+    def list_events(self, history: History) -> tuple[Execution | Push, ...]:
+        """Return the notebook's executions so far, and executions and pushes since all ranks started, in order."""
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
-        found: list[tuple[int, float, Execution]] = []
+        found: list[tuple[int, float, Execution | Push]] = []
         on_ranks: dict[int, set[str]] = {}
+        cells = [cell for cell in history if cell.submitted >= history.started]
         for cell in history:
             on_ranks.setdefault(cell.number, set()).add(cell.code.strip())
-            if cell.submitted >= since:
-                found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, sources, history)))
         for number, source in enumerate(sources[: self._number]):
             local = _local_code(source, on_ranks.get(number, set()))
             if local.strip():
                 failure = "it failed" if number in self._failed and number not in on_ranks else ""
-                found.append((number, 0.0, Execution(number, local, failure=failure)))
+                found.append((number, float("inf"), Execution(number, local, failure=failure)))
+        for cell in cells:
+            source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
+            found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, source, cells)))
+        found += [(one.number, one.at, Push(one.number, one.names, one.ranks, one.data)) for one in history.sent]
         found.sort(key=lambda one: one[:2])
-        return tuple(execution for _, _, execution in found)
+        return tuple(event for _, _, event in found)
 
-    def has_pushed(self, number: int) -> bool:
-        """Return True if the cell with this number has typed ``%dipush``, which a script translates."""
-        sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
-        return number < len(sources) and "%dipush" in sources[number]
-
-    def _rank_execution(self, cell: Cell, sources: list[str], history: History) -> Execution:
-        source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
+    def _rank_execution(self, cell: Cell, source: str, cells: list[Cell]) -> Execution:
         line = DIP_LINE.match(source)
         is_param = cell.number in self._tagged or (line is not None and "--param" in line[1].split())
         failure = ""
         if cell.outcome is None:
             failure = "it still runs"
         elif cell.outcome != "ok":
-            failure = f"it {cell.outcome_text}: {cell.message.partition(chr(10))[0]}"
+            texts = {str(error) for error in cell.errors.values()}
+            failure = texts.pop() if len(texts) == 1 else cell.message.partition("\n")[0]
         code = cell.code
         if code.startswith(f"{calls.NAME}("):
             code = "get_ipython().run_line_magic('in_torchddp', '')"
-        resized = next((one.text for one in history.changes if one.resizes and one.at > cell.submitted), "")
-        identifier = self._cells.get(cell.number, "")
-        return Execution(cell.number, code, tuple(cell.ranks), failure, is_param, resized, identifier)
+        if cell.script is not None and cell.script["digest"] and not _is_unchanged(cell):
+            code = f"get_ipython().run_line_magic({code.strip() + ', which has changed since'!r}, '')"
+        return Execution(
+            cell.number,
+            code,
+            tuple(cell.ranks),
+            failure,
+            cell.outcome == "not_run",
+            next(iter(_overlapping(cell, cells)), 0),
+            is_param,
+            self._cells.get(cell.number, ""),
+        )
+
+
+def _is_unchanged(cell: Cell) -> bool:
+    """Return True if the script of a ``%diprun`` cell is the same file as when it ran."""
+    assert cell.script is not None
+    path = Path(cell.script["folder"], cell.code.split()[1])
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == cell.script["digest"]
+
+
+def _overlapping(cell: Cell, cells: list[Cell]) -> Iterator[int]:
+    """Yield the numbers of other cells that ran on ranks at the same time."""
+    for other in cells:
+        spans = [one or float("inf") for one in (cell.began, cell.ended, other.began, other.ended)]
+        if other is not cell and spans[2] < spans[1] and spans[0] < spans[3]:
+            yield other.number
 
 
 def _local_code(source: str, on_ranks: set[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.errors import BadInput
+from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
 from ddip.notebook.arguments import with_examples
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.export.record import Session
+    from ddip.export.selection import Refusal
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
@@ -61,8 +64,8 @@ class ExportMagics(Magics):
     def dipexport(self, line: str = "") -> None:
         """Write the cells that ran on the ranks since the group started as a script for torchrun.
 
-        The script repeats the executions in their order, from the random states of the ranks' start. Failed cells, and
-        cells whose results nothing later reads, stay as comments.
+        The script repeats the executions in their order, from the random states of the ranks' start. If ddip cannot
+        show that a part would be repeated equally, it names the part with its cell and writes nothing.
         """
         from ddip.export import check, script, selection
         from ddip.export.record import Choice
@@ -70,92 +73,83 @@ class ExportMagics(Magics):
 
         args = arguments.parse_line(self.dipexport, "%dipexport", line)
         path = _checked_path(args.path, args.force)
+        if args.check is not None and args.partial:
+            raise BadInput("--check --partial: a partial script fails where a part is refused; leave one of them out")
         group = self._main.require_group("%dipexport")
-        session, remarks = self._read_session(group)
-        numbers = None if args.cells is None else _checked_numbers(args.cells, session)
-        names = _checked_names(args.check or [], group)
         if args.check is not None and group.request.hosts:
             raise BadInput("--check: torchrun would start all ranks on this machine, and the group is on other hosts")
+        session = self._read_session(group)
+        numbers = None if args.cells is None else _checked_numbers(args.cells, session)
+        names = _checked_names(args.check or [], group)
         expected = [] if args.check is None else self._fetch_results(group, names)
-        results = names or (sorted(values.packed_names(expected[0])) if expected else [])
-        choice = Choice(numbers, args.last, args.partial, frozenset(results), args.data)
+        results = names or sorted({name for packed in expected for name in values.packed_names(packed)})
+        choice = Choice(numbers, args.last, args.partial, args.check is not None, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
-        if plan.problems and not args.partial:
-            raise BadInput(_refusal_text(path, plan.problems))
+        refusals = [one for one in plan.refusals if not (one.is_doubt and choice.checked)]
+        if refusals and not args.partial:
+            raise BadInput(_refusal_text(path, refusals))
         if not plan.steps:
             raise BadInput(f"%dipexport {path}: no cell that ran on the ranks has a result; {path} was not written")
-        data = f"{path.stem}.data.pickle" if args.data and plan.stored else ""
-        text = script.write_script(plan, session, choice, path.name, data=data)
+        data = f"{path.stem}.data.pickle" if plan.data else ""
+        text = check.accept_style(script.write_script(plan, session, choice, path.name, data))
         _ensure_valid(text, path)
-        text = check.keep_style(text, path)
-        pushed = self._packed_values(plan.stored) if data else b""
+        if args.check is not None:
+            checked = script.write_script(plan, session, choice, path.name, f".{data}", check.last_lines(results))
+            print(check.compare_script(checked, path, session.threads, expected, plan.data))
         path.write_text(text)
         if data:
-            path.with_name(data).write_bytes(pushed)
-        for remark in [*remarks, *plan.problems]:
-            print(f"ddip: {remark}")
-        if args.last:
-            print("ddip: each cell appears once, so the numbers may differ from those of the session")
+            path.with_name(data).write_bytes(pickle.dumps(plan.data))
+        if args.check is None and (args.last or numbers is not None):
+            print("ddip: the script lacks some executions, so its numbers may differ; --check compares them")
         count = len({step.number for step in plan.steps})
-        left = len(plan.left_out)
+        left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
         more = f", {left} left out as comments" if left else ""
         self._main.confirm_done(f"wrote {path}: {count} cells{more}; torchrun --nproc-per-node {session.size} {path}")
-        if args.check is not None:
-            text = script.write_script(plan, session, choice, path.name, check.last_lines(results), data)
-            print(check.compare_script(text, path, session.size, expected))
 
-    def _read_session(self, group: Group) -> tuple[Session, list[str]]:
-        """Return the session since the group started, and remarks on what the script does not repeat."""
+    def _read_session(self, group: Group) -> Session:
+        """Return the session since all ranks started."""
         from ddip.export.record import Session
         from ddip.protocol import on_rank
 
         with group.lifecycle.turn:
             group.lifecycle.ensure_ready_for_cell()
-            facts = group.ranks.ask(range(group.world_size), on_rank.start_seed())
-        started = group.lifecycle.started
-        cells = [cell for cell in self._main.history if cell.submitted >= started]
-        seeds, threads = zip(*facts, strict=True)
-        session = Session(
+            facts = group.ranks.ask(range(group.world_size), on_rank.start_facts())
+        history = group.history
+        problems = [change.text for change in history.changes if change.resizes]
+        if history.is_cut:
+            problems.append(f"ddip has kept only the last {KEPT} cells of this session")
+        seeds, threads, changed = zip(*facts, strict=True)
+        doubts = [change.text for change in history.changes if not change.resizes]
+        doubts += [f"{file} has changed since the ranks started" for file in sorted({*sum(changed, [])})]
+        return Session(
             tuple(seeds),
             group.spec.backend,
             "cuda" if group.spec.on_gpus else "cpu",
             threads[0],
             group.request.app,
-            self.executions.list_executions(self._main.history, started),
+            self.executions.list_events(history),
+            tuple(problems),
+            tuple(doubts),
         )
-        remarks = [
-            f"{change.text}: the script does not repeat this; --check shows whether the numbers are equal"
-            for change in self._main.history.changes
-            if change.at >= started and not change.resizes and not self.executions.has_pushed(change.pushed_by)
-        ]
-        remarks += [
-            f"cell {cell.number} {cell.outcome_text}: the script leaves it out, with all that it had done before"
-            for cell in cells
-            if cell.outcome not in ("ok", None)
-        ]
-        return session, remarks
-
-    def _packed_values(self, names: list[str]) -> bytes:
-        import cloudpickle
-
-        missing = [name for name in names if name not in self.shell.user_ns]
-        if missing:
-            raise BadInput(f"%dipexport --data: the notebook has no variable {', '.join(missing)}; push another one")
-        try:
-            return bytes(cloudpickle.dumps({name: self.shell.user_ns[name] for name in names}))
-        except Exception as error:
-            raise BadInput(f"%dipexport --data: {', '.join(names)} cannot be pickled: {error}") from None
 
     def _fetch_results(self, group: Group, names: list[str]) -> list[bytes]:
-        """Return each rank's values of `names`, or of all modules; raises BadInput for one that has no values."""
+        """Return each rank's values of `names`, or of all modules; raises BadInput if one has no values."""
         from ddip.protocol import on_rank
+        from ddip.sharded import values
 
         with group.lifecycle.turn:
             group.lifecycle.ensure_ready_for_cell()
             answers = group.ranks.ask(range(group.world_size), on_rank.pack_results(names))
-        for rank, (_, refused) in enumerate(answers):
+        found = set()
+        for rank, (packed, refused) in enumerate(answers):
+            found |= values.packed_names(packed)
             for name, why in refused.items():
                 raise BadInput(f"--check {name}: {why}, on rank {rank}; leave it out")
+        for name in names:
+            if name not in found:
+                raise BadInput(f"--check {name}: it contains no value to compare; name another variable")
+        if not found:
+            raise BadInput("--check: no variable of the ranks is a module with parameters; name variables to compare")
         return [packed for packed, _ in answers]
 
 
@@ -173,9 +167,9 @@ def _checked_path(typed: str | None, force: bool) -> Path:
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:
-    numbers = executions.parse_numbers(typed, max((one.number for one in session.executions), default=0))
-    on_ranks = {one.number for one in session.executions if one.ranks is not None}
-    known = {one.number for one in session.executions}
+    numbers = executions.parse_numbers(typed, max((one.number for one in session.events), default=0))
+    on_ranks = {one.number for one in session.events if one.ranks is not None}
+    known = {one.number for one in session.events}
     unknown = sorted(numbers - known)
     if not numbers & on_ranks or (unknown and "-" not in typed):
         what = f"no cell {unknown[0]} has run" if unknown else "none of these cells ran on the ranks"
@@ -194,11 +188,12 @@ def _checked_names(typed: list[str], group: Group) -> list[str]:
     return names
 
 
-def _refusal_text(path: Path, problems: list[str]) -> str:
-    listed = "".join(f"\n  {problem}" for problem in problems)
-    return (
-        f"%dipexport {path}: not written, since the script would not repeat the session:{listed}\n--partial writes it"
-    )
+def _refusal_text(path: Path, refusals: list[Refusal]) -> str:
+    listed = "".join(f"\n  {text}" for text in dict.fromkeys(one.text for one in refusals))
+    ways = "--partial writes it with errors at these places"
+    if all(one.is_doubt for one in refusals):
+        ways = "--check NAMES writes it if these variables are equal; " + ways
+    return f"%dipexport {path}: not written, since the script may not repeat the session:{listed}\n{ways}"
 
 
 def _ensure_valid(text: str, path: Path) -> None:

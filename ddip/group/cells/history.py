@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
 
 from ddip.group.cells.cell import Cell
 from ddip.output.cells import recording
@@ -14,20 +18,32 @@ from ddip.settings import DEFAULTS
 
 KEPT = 500
 """Number of cells that the history keeps."""
+SENT_BYTES = 64 << 20
+"""Bytes of pushed values that the history keeps for an export, for all pushes together."""
 
 
 @dataclass(frozen=True)
 class Change:
     """A change of the ranks' state that no cell has made, such as a repair."""
 
-    at: float
-    """Unix time in seconds."""
     text: str
     """Description for the user."""
-    pushed_by: int = 0
-    """Number of the notebook's cell that has pushed variables; 0 for other changes."""
     resizes: bool = False
     """True if the number of ranks has changed."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Variables that the notebook has pushed."""
+
+    at: float
+    """Unix time in seconds."""
+    number: int
+    """Number of the notebook's cell that has pushed them."""
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    data: bytes | None
+    """Pickled dict of the values; None if it would exceed `SENT_BYTES`, or cannot be pickled."""
 
 
 class History:
@@ -46,8 +62,14 @@ class History:
         self.keep_output_bytes = keep_output_bytes
         """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
+        self.started = 0.0
+        """Unix time of the last start of all ranks, in seconds."""
+        self.is_cut = False
+        """True if the history has dropped cells that ran since then."""
         self.changes: list[Change] = []
-        """Changes of the ranks' state other than by cells, oldest first."""
+        """Changes of the ranks' state since then that no cell has made, oldest first."""
+        self.sent: list[Sent] = []
+        """Pushes since then, oldest first."""
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(list(self._cells))
@@ -59,10 +81,20 @@ class History:
             ended = next((old for old in self if old.done.done()), None)
             if ended is not None:
                 self._cells.remove(ended)
+                self.is_cut = self.is_cut or ended.submitted >= self.started
 
-    def note_change(self, text: str, *, pushed_by: int = 0, resizes: bool = False) -> None:
-        """Note a change of the ranks' state that no cell has made; the parameters are as in `Change`."""
-        self.changes.append(Change(time.time(), text, pushed_by, resizes))
+    def begin_session(self) -> None:
+        """Note that all ranks start now, without any variables."""
+        self.started, self.is_cut = time.time(), False
+        self.changes, self.sent = [], []
+
+    def note_push(self, number: int, values: Mapping[str, Any], ranks: Sequence[int], size: int) -> None:
+        """Note that the notebook's cell `number` has pushed `values`, which have `size` bytes, to `ranks`."""
+        data = None
+        if sum(len(sent.data or b"") for sent in self.sent) + size <= SENT_BYTES:
+            with contextlib.suppress(Exception):
+                data = cloudpickle.dumps(dict(values))
+        self.sent.append(Sent(time.time(), number, tuple(values), tuple(ranks), data))
 
     def remove(self, cell: Cell) -> None:
         """Remove a cell that will not run after all; raise ValueError if the history lacks it."""

@@ -6,25 +6,40 @@ import contextlib
 import os
 import random
 import sys
+import time
 
 import torch
+
+from ddip.rank.runtime import process_settings
+from ddip.rank.runtime.libraries import is_librarys
 
 with contextlib.suppress(ImportError):
     import numpy.random
 
 _seed = 0
+"""Seed of this process; 0 before `seed_process`."""
+_began = 0.0
+"""Unix time at which this process has drawn its seed, in seconds."""
 
 
 def seed_process() -> None:
     """Seed Python, torch and numpy with a new number; call this once, before the first cell."""
-    global _seed
+    global _seed, _began
     _seed = int.from_bytes(os.urandom(4), "little")
+    _began = time.time()
     random.seed(_seed)
     torch.manual_seed(_seed)
     if "numpy.random" in sys.modules:
         numpy.random.seed(_seed)
 
 
-def start_seed() -> tuple[int, int]:
-    """Return the seed of this rank's start, and its number of torch threads."""
-    return _seed, torch.get_num_threads()
+def start_facts() -> tuple[int, int, list[str]]:
+    """Return this rank's seed and torch threads at its start, and the user's modules whose files have changed since."""
+    changed: list[str] = []
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not is_librarys(file):
+            with contextlib.suppress(OSError):
+                if os.stat(file).st_mtime > _began:
+                    changed.append(os.path.basename(file))
+    return _seed, process_settings.start_threads(), changed
