@@ -234,7 +234,7 @@ TOOLS = [
 async def _call_notebook(notebook: str, name: str, seconds: float, /, **arguments: Any) -> Data:
     """Call the function `name` in the kernel of `notebook`, and return its result.
 
-    Raises ToolError, also if the caller does not have the server's token.
+    Raises ToolError, for example if the caller does not have the server's token.
     """
     app = access.authorized_server()
     sessions = await app.session_manager.list_sessions()

@@ -70,7 +70,7 @@ class Profiling:
         self.finish(ranks, stuck())
 
     def prepare(self, ranks: Sequence[int]) -> None:
-        """Let `ranks` profile their next cell, and wait until they are ready; a failed rank is ignored.
+        """Make `ranks` profile their next cell, and wait until they are ready; ignore a failed rank.
 
         Raises RequestInterrupted or GroupError; an empty folder is removed then.
         """
