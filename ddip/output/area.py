@@ -312,7 +312,7 @@ class Notice:
         self._show(text, update=False)
 
     def replace(self, text: str) -> None:
-        """Replace the notice by `text`; if the front end cannot change outputs, the notice stays."""
+        """Replace the notice with `text`; if the front end cannot change outputs, the notice stays."""
         if self._id:
             self._show(text, update=True)
 

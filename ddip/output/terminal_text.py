@@ -60,7 +60,7 @@ class Screen:
             self._trim_tail()
 
     def jump(self, line: int, text: str, cut: int = 0) -> None:
-        """Replace the text from `line` on by `text`, the end of text whose middle the rank has omitted.
+        """Replace the text from `line` on with `text`, the end of text whose middle the rank has omitted.
 
         `line` counts from 0. `text` begins after `cut` omitted characters of that line.
         """

@@ -171,7 +171,7 @@ class Job:
             self.learn.loss, self._work = self._loss, None
 
     def wrap(self) -> None:
-        """Replace the learner's model by a wrapper that averages gradients."""
+        """Replace the learner's model with a wrapper that averages gradients."""
         model = self.learn.model
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         if trained != self._wrapped_trainable:  # a callback may freeze and unfreeze, as fastai's for GANs does

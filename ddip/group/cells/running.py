@@ -113,7 +113,7 @@ class Notices:
         self._shown.append((Notice(text), past_text))
 
     def mark_resolved(self) -> None:
-        """Replace each notice by its text in the past tense: all ranks have finished."""
+        """Replace each notice with its text in the past tense: all ranks have finished."""
         for notice, past_text in self._shown:
             notice.replace(past_text)
 
