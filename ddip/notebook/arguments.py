@@ -269,7 +269,7 @@ def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
 
 
 def parse_request(args: Any) -> placement.Request:
-    """Return the group requested by the arguments of ``%makedip``; raises BadInput."""
+    """Return the request for a group that the arguments of ``%makedip`` state. Raises BadInput."""
     hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
     reach = _parse_reach(args)
     is_remote = bool(hosts) or reach.finds

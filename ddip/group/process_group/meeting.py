@@ -135,9 +135,9 @@ class RendezvousFactory:
         return self._ranks.cluster.hosts[number]
 
     def _serve_store(self, rank: int, address: str) -> int:
-        """Make `rank` serve the store at its `address`; return the port.
+        """Make `rank` serve the store at `address`, and return the port.
 
-        Raises RequestFailed if it does not answer.
+        Raises RequestFailed if the rank does not answer in time.
         """
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:

@@ -313,7 +313,10 @@ class CellOutput:
         return self._view.section(rank) if isinstance(self._view, Tabs) and rank in self.show_ranks else None
 
     def _capture(self, rank: int, model: str, on: bool, message: Message, comms: Comms) -> None:
-        """Begin to capture the output of `rank` in the Output widget `model`, or end that."""
+        """Begin (if `on`) or end to capture the output of `rank` in the Output widget with the model ID `model`.
+
+        The cell that keeps the widget then shows the output, or this cell if none does.
+        """
         captures = self._captures.setdefault(rank, [])
         if not on:
             found = [at for at, capture in enumerate(captures) if capture.model == model]
