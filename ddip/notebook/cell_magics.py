@@ -243,10 +243,10 @@ class CellMagics(Magics):
     @argument("-r", "--rank", metavar="RANK", help="Rank whose error to debug; default: the first that has failed.")
     @line_magic
     def dipdebug(self, line: str = "") -> None:
-        """Open the debugger at the error of the last cell, or in a background cell at a breakpoint.
+        """Open the debugger at the error of the last cell, or at the breakpoint where a background cell waits.
 
-        Ranks keep the frames of an error after %pdb on in a %%dip cell, or with %config DipMagics.keep_frames = True,
-        until the next cell runs on them. A foreground cell opens the debugger by itself.
+        To keep the frames of an error until the next cell, run %pdb on in a %%dip cell, or set
+        %config DipMagics.keep_frames = True. In a foreground cell, a breakpoint opens the debugger by itself.
         """
         args = arguments.parse_line(self.dipdebug, "%dipdebug", line)
         group = self._main.require_group("%dipdebug")

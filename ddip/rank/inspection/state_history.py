@@ -136,7 +136,7 @@ class History:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if kept.number <= number}
 
     def replace_snapshots(self) -> None:
-        """Replace all snapshots by one with checksums, taken now, after ranks were made equal.
+        """Replace all snapshots with one with checksums, taken now, after ranks were made equal.
 
         Takes up to `LONGEST_SECONDS`; if that is too short, a quick one follows while the rank is idle.
         """
