@@ -178,23 +178,25 @@ def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], ses
 def _add_push(plan: Plan, push: Push, session: Session, choice: Choice) -> None:
     """Add the assignment of pushed values: as literals, or from a file."""
     ranks = EVERYWHERE if len(push.ranks) == session.size else push.ranks
-    typed = f"%dipush {' '.join(push.names)}"
-    if push.data is None:
-        plan.refuse(push.number, f"{typed}: the values were too large to keep; create them in a %%dip cell")
-        return
-    loaded = _Loader(io.BytesIO(push.data))
-    values = loaded.load()
-    if loaded.refused:
-        plan.refuse(push.number, f"{typed}: it contains {loaded.refused}; create it in a %%dip cell")
-    elif lines := _literal_lines(values):
-        plan.parts += [Step(_added_statement(line), push.number, ranks) for line in lines]
-    elif choice.stores_data:
-        targets = ", ".join(push.names) + ("," if len(push.names) == 1 else "")
-        line = f"{targets} = pushed_values({len(plan.data)})"
-        plan.data.append(push.data)
-        plan.parts.append(Step(_added_statement(line), push.number, ranks))
-    else:
-        plan.refuse(push.number, f"{typed}: {DATA}")
+    why, lines = "the values were too large to keep; create them in a %%dip cell", list[str]()
+    if push.data is not None:
+        loader = _Loader(io.BytesIO(push.data))
+        values = loader.load()
+        lines, why = _literal_lines(values), DATA
+        if loader.refused:
+            lines, why = [], f"it contains {loader.refused}; create it in a %%dip cell"
+        elif not lines and choice.stores_data:
+            lines = [f"{', '.join(push.names)}{',' * (len(push.names) == 1)} = pushed_values({len(plan.data)})"]
+            plan.data.append(push.data)
+    names = code_names.Names(frozenset(push.names))
+    if not lines:
+        problem = f"%dipush {' '.join(push.names)}: {why}"
+        plan.refuse(push.number, problem)
+        lines = [""]
+    for line in lines:
+        node = ast.parse(line).body[0] if line else None
+        statement = Statement(line, node, names, "" if line else why)
+        plan.parts.append(Step(statement, push.number, ranks))
 
 
 class _Loader(pickle.Unpickler):
@@ -221,11 +223,6 @@ def _literal_lines(values: dict[str, Any]) -> list[str]:
     except (ValueError, SyntaxError):
         return []
     return [f"{name} = {text}" for name, text in texts.items()] if pickle.dumps(made) == pickle.dumps(values) else []
-
-
-def _added_statement(text: str) -> Statement:
-    node = ast.parse(text).body[0]
-    return Statement(text, node, code_names.Names(code_names.certain_binds(node)))
 
 
 # -- pulls
