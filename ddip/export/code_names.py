@@ -170,7 +170,7 @@ def _is_number(node: ast.expr) -> bool:
 
 # -- what a script cannot repeat
 
-OF_SESSION = ("get_ipython", "globals", "locals", "exec", "eval")
+HAS_NAMESPACE = ("globals", "locals", "exec", "eval")
 ASKS_USER = ("input", "getpass", "breakpoint", "set_trace")
 ENDS = ("exit", "quit", "_exit")
 ENTROPY = (
@@ -192,10 +192,8 @@ def find_problem(node: ast.AST) -> str:
     """Return the reason why a script cannot repeat a statement; empty if none is known."""
     for one in ast.walk(node):
         match one:
-            case ast.Name(id=name, ctx=ast.Load()) if name in OF_SESSION:
-                return f"{name} is not the same in a script"
-            case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
-                return f"{name}() is not the same in a script"
+            case ast.Name("get_ipython"):
+                return "a script has no shell of IPython"
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in ASKS_USER:
                 return f"a script does not repeat what was typed at {name}()"
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name("sys" | "os"), attr=name)) if (
@@ -223,6 +221,10 @@ def find_doubt(node: ast.AST) -> str:
                 name in ENTROPY and (not (args or keywords) or ENTROPY.index(name) < ENTROPY.index("default_rng"))
             ):
                 return f"{name}() draws from the system's entropy"
+            case ast.Name(id=name) if name in HAS_NAMESPACE:
+                return f"{name} finds other variables in a script"
+            case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
+                return f"{name}() finds other variables in a script"
             case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(one) not in ordered:
                 if not (isinstance(one, ast.Set) and all(_is_number(item) for item in one.elts)):
                     return "the order of a set may differ between processes: sort it"

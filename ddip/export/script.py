@@ -22,7 +22,7 @@ from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
 from ddip.export.translation import comment_out
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-OURS = ("os", "torch", "torch.distributed", "subprocess", "asyncio")
+OURS = ("os", "torch", "torch.distributed", "subprocess")
 """Modules that the script imports itself, at least if its text has their names."""
 HEADER = '''\
 """The distributed cells of a notebook session, exported by ddip: {size} ranks, {backend}.
@@ -76,15 +76,6 @@ def end_rank() -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-'''
-DISPLAY = '''\
-class display:
-    """Print objects, as a script has no page to show them on."""
-
-    def __init__(self, *objects: object, **options: object) -> None:
-        print(*objects)
-
-    update = __init__
 '''
 FROM_RANKS = '''\
 def from_ranks(value: object) -> list:
@@ -188,11 +179,6 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     }
     joins_again = "init_process_group" in text or "run_script" in text
     helpers = [START.format(**facts) + (AGAIN if joins_again else "") + app, END]
-    helpers += (
-        [DISPLAY]
-        if "display" in names and not any("display" in one.statement.names.binds for one in plan.steps)
-        else []
-    )
     helpers += [PULLS] if "pulled." in text else []
     helpers += [FROM_RANKS] if "from_ranks(" in text else []
     helpers += [PUSHES.format(file=data)] if data else []
@@ -200,8 +186,9 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     if options:
         lines = "\n".join(f"    {_option_line(*one)}" for one in options.items())
         helpers.append(OPTIONS.format(lines=lines))
-    imports = [f"import {one}" for one in OURS[:3]] + [f"import {one}" for one in OURS[3:] if f"{one}.run(" in text]
+    imports = [f"import {one}" for one in OURS if one != "subprocess" or "subprocess.run(" in text]
     imports += ["import argparse"] if options else []
+    imports += ["from IPython.display import display"] if "display" in names else []
     shown = "" if last_lines else _shown_text(plan)
     helpers += [SHOW.format(lines=shown)] if shown else []
     bound = {one for step in plan.steps if id(step) not in layout.hoisted for one in step.statement.names.binds}

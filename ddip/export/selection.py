@@ -342,18 +342,13 @@ def _leave_out_idle(plan: Plan, choice: Choice) -> None:
     deferred = {name for step in plan.steps for name in step.statement.names.deferred}
     live = {*choice.results, *PROVIDED}
     kept: list[Part] = []
-    later: dict[str, int] = {}
     has_script = any(step.statement.script for step in plan.steps)
     for group in reversed(list(_group_steps(plan.parts))):
         steps = [part for part in group if isinstance(part, Step)]
         bound = {name for step in steps for name in step.statement.names.binds}
         pure = all(code_names.is_pure(step.statement.node) and not step.statement.script for step in steps)
         if steps and pure and not has_script and not bound & (live | deferred):
-            again = {later[name] for name in bound if name in later}
-            what = ", ".join(sorted(bound))
-            reason = f"nothing later reads {what}" if bound else "it only shows values"
-            if again and all(name in later for name in bound):
-                reason = f"cell {min(again)} assigns {what} again before anything reads it"
+            reason = f"nothing later reads this {', '.join(sorted(bound))}" if bound else "it only shows values"
             text = "\n".join(step.statement.text for step in steps)
             if any(step.statement.node is not None for step in steps):
                 kept.append(LeftOut(steps[0].number, reason, text))
@@ -365,7 +360,6 @@ def _leave_out_idle(plan: Plan, choice: Choice) -> None:
             if step.ranks is EVERYWHERE:
                 live -= code_names.certain_binds(step.statement.node)
             live |= names.reads | {name for name in names.deferred if not code_names.is_pure(step.statement.node)}
-            later |= dict.fromkeys(code_names.certain_binds(step.statement.node), step.number)
         kept += reversed(group)
     plan.parts = kept[::-1]
 

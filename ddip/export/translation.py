@@ -19,8 +19,6 @@ DROPPED = ("matplotlib", "config", "pinfo", "pinfo2", "who", "whos", "pwd", "his
 OF_NOTEBOOK = (*DROPPED, "makedip", "autodip", "load_ext", "reload_ext", "dipcells", "dipwait", "dipush")
 TIMED = re.compile(r"(?:\s*(?:#.*)?\n)*[ \t]*%%time[ \t]*\n")
 SCRIPT = re.compile(r"\s*%diprun[ \t]+([^\n]*)\s*")
-SHOWS_STATE = re.compile(r"(pip|conda|nvidia-smi|ls|pwd|head|tail|cat|which|free|df|echo)\b[^>|;&`$]*")
-"""Shell commands without an effect."""
 
 
 @dataclass(frozen=True)
@@ -104,33 +102,26 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _translate_statement(text: str, in_notebook: bool) -> Statement:
-    begin = text.index(text.lstrip())  # comments above stay where they are
     tree = ast.parse(text)
-    edits: list[tuple[int, int, str]] = []
+    whole = tree.body[0].value if isinstance(tree.body[0], ast.Expr) else None
     try:
         for call in ast.walk(tree):
             magic = _shell_call(call)
             if magic is None:
                 continue
-            assert isinstance(call, ast.Call)
-            is_whole = isinstance(tree.body[0], ast.Expr) and tree.body[0].value is call
-            if in_notebook and magic[0] == "dipull":
-                if not is_whole:
-                    raise Untranslatable(f"%dipull {magic[1]}")
+            if in_notebook and magic[0] == "dipull" and call is whole:
                 return Statement(text, pull=magic[1])
             plain = _plain_code(*magic, in_notebook)
-            if plain is None and is_whole:
-                return Statement(text[:begin] + comment_out(_typed_text(*magic)))
-            edits.append((*_find_span(text, call), plain or "None"))
-        for wait in _top_level_awaits(tree):
-            if not isinstance(wait.value, ast.Call):
-                raise Untranslatable(ast.unparse(wait))
-            inner = _find_span(text, wait.value)
-            edits.append((*_find_span(text, wait), f"asyncio.run({text[slice(*inner)]})"))
-    except Untranslatable as error:
+            above = text[: text.index(text.lstrip())]
+            if plain is None and call is whole:
+                return Statement(above + comment_out(_typed_text(*magic)))
+            if call is whole:
+                text = above + str(plain)
+            else:
+                _replace_node(tree, call, ast.parse(plain or "None", mode="eval").body)
+                text = ast.unparse(tree)
+    except (Untranslatable, SyntaxError) as error:
         return _refused(text, str(error), _bound_by(tree))
-    for begin_at, end_at, plain in sorted(edits, reverse=True):
-        text = text[:begin_at] + plain + text[end_at:]
     node = ast.parse(text).body[0]
     problem = code_names.find_problem(node)
     if not problem:
@@ -138,11 +129,20 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
             with warnings.catch_warnings(action="ignore"):
                 compile(text, "<cell>", "exec")
         except SyntaxError as error:
-            problem = str(error.msg)  # such as an await that was not translated
+            problem = str(error.msg)  # such as an await at the top level
     if problem:
         first = next(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
         return _refused(text, f"{first.strip()}: {problem}", _bound_by(tree))
     return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
+
+
+def _replace_node(tree: ast.AST, former: ast.AST, node: ast.AST) -> None:
+    for parent in ast.walk(tree):
+        for name, value in ast.iter_fields(parent):
+            if value is former:
+                setattr(parent, name, node)
+            elif isinstance(value, list):
+                value[:] = [node if one is former else one for one in value]
 
 
 def _bound_by(tree: ast.Module) -> Names:
@@ -175,13 +175,10 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
     line = line.strip()
     if name in (OF_NOTEBOOK if in_notebook else DROPPED):
         return None
-    if name.startswith("!"):
-        if name == "!system" and SHOWS_STATE.fullmatch(line):
-            return None
-        if not re.search(r"[${]", line):
-            if name == "!system":
-                return f"subprocess.run({line!r}, shell=True)"
-            return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True).stdout.splitlines()"
+    if name.startswith("!") and not re.search(r"[${]", line):
+        if name == "!system":
+            return f"subprocess.run({line!r}, shell=True)"
+        return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True).stdout.splitlines()"
     if name == "cd" and line and not line.startswith("-") and not re.search(r"[${~]", line):
         return f"os.chdir({line.strip(chr(39) + chr(34))!r})"
     if name in ("env", "set_env"):
@@ -193,25 +190,3 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
     if name == "time" and line:
         return line
     raise Untranslatable(_typed_text(name, line))
-
-
-def _top_level_awaits(tree: ast.Module) -> Iterator[ast.Await]:
-    """Yield each ``await`` in a simple statement outside of functions."""
-    pending: list[ast.AST] = [tree.body[0]] if isinstance(tree.body[0], (ast.Expr, ast.Assign)) else []
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Await):
-            yield node
-        elif not isinstance(node, code_names.SCOPES):
-            pending += ast.iter_child_nodes(node)
-
-
-def _find_span(text: str, node: ast.expr) -> tuple[int, int]:
-    """Return the positions in `text` at which a node begins and ends."""
-    lines = text.splitlines(keepends=True)
-
-    def position_of(line: int, column: int) -> int:
-        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
-
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    return position_of(node.lineno, node.col_offset), position_of(node.end_lineno, node.end_col_offset)

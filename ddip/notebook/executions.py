@@ -82,7 +82,9 @@ class Executions:
             failure = "it still runs"
         elif cell.outcome != "ok":
             texts = {str(error) for error in cell.errors.values()}
-            failure = texts.pop() if len(texts) == 1 else cell.message.partition("\n")[0]
+            failure = (
+                texts.pop() if len(texts) == 1 and cell.outcome == "user_error" else cell.message.partition("\n")[0]
+            )
         code = cell.code
         if code.startswith(f"{calls.NAME}("):
             code = "get_ipython().run_line_magic('in_torchddp', '')"

@@ -47,7 +47,7 @@ def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         for kind in (value.named_parameters(), value.named_buffers()):
             for name, tensor in kind:
                 yield from _flatten_value(f"{path}.{name}", tensor)
-    elif isinstance(value, PLAIN):
+    elif type(value) in PLAIN:
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
