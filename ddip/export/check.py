@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddip.errors import BadInput
+from ddip.export.record import Session
 from ddip.sharded import values
 
 TOLERANCE = 1e-6
@@ -42,7 +43,9 @@ def accept_style(text: str) -> str:
         return path.read_text()
 
 
-def compare_script(text: str, path: Path, threads: int, expected: Sequence[bytes], pushed: Sequence[bytes] = ()) -> str:
+def compare_script(
+    text: str, path: Path, session: Session, expected: Sequence[bytes], pushed: Sequence[bytes] = ()
+) -> str:
     """Run the script `text` beside `path`, and compare its values; return a line about them.
 
     Raises BadInput if they differ, or if the script fails. `expected`: the packed values of each rank; `pushed`: the
@@ -53,7 +56,7 @@ def compare_script(text: str, path: Path, threads: int, expected: Sequence[bytes
         try:
             copy.write_text(text)
             data.write_bytes(pickle.dumps([*pushed]))
-            _run_script(copy, len(expected), threads, folder, path)
+            _run_script(copy, session, folder, path)
         finally:
             copy.unlink()
             data.unlink()
@@ -73,12 +76,23 @@ def compare_script(text: str, path: Path, threads: int, expected: Sequence[bytes
     return f"ddip: {path} gives the session's values: {count} compared, largest difference {largest:.3g}"
 
 
-def _run_script(copy: Path, size: int, threads: int, folder: str, path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(copy)]
+def _run_script(copy: Path, session: Session, folder: str, path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={session.size}"]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    environment = {
+        **os.environ,
+        FOLDER: folder,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": f"{session.threads}",
+    }
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, str(copy.absolute())],
+            cwd=session.folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
             status = process.wait()
         except BaseException:

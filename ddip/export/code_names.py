@@ -178,6 +178,7 @@ ENTROPY = (
     *("default_rng", "Random", "RandomState", "SeedSequence", "PCG64", "MT19937", "seed"),
 )
 """Functions that use entropy of the system: the last seven only without arguments."""
+CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
 UNORDERED_OK = ("sorted", "len", "min", "max", "set", "frozenset", "isinstance")
 """Functions whose result does not depend on the order of a set."""
 REFUSED_IMPORTS = {
@@ -221,6 +222,10 @@ def find_doubt(node: ast.AST) -> str:
                 name in ENTROPY and (not (args or keywords) or ENTROPY.index(name) < ENTROPY.index("default_rng"))
             ):
                 return f"{name}() draws from the system's entropy"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args) if "seed" in name:
+                calls = [inner.func for value in args for inner in ast.walk(value) if isinstance(inner, ast.Call)]
+                if any(ast.unparse(call).rpartition(".")[2] in CLOCKS for call in calls):
+                    return f"{name}() gets a number that differs in each run"
             case ast.Name(id=name) if name in HAS_NAMESPACE:
                 return f"{name} finds other variables in a script"
             case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):

@@ -50,6 +50,8 @@ class Session:
     """Type of the ranks' device."""
     threads: int = 1
     """Number of threads of torch on each rank at its start."""
+    folder: str = "."
+    """Working directory of the ranks at their start."""
     app: str | None = None
     events: tuple[Execution | Push, ...] = ()
     """Executions and pushes, in order."""

@@ -22,6 +22,8 @@ from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
 from ddip.export.translation import comment_out
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+CHANGING = ("setattr", "delattr", "patch", "subprocess", "environ", "putenv", "chdir", "set_start_method", "reload")
+"""Names with which code may change the meaning of later imports and definitions."""
 OURS = ("os", "torch", "torch.distributed", "subprocess")
 """Modules that the script imports itself, at least if its text has their names."""
 HEADER = '''\
@@ -43,7 +45,9 @@ def start_rank() -> None:
     import contextlib
     import os
     import random
+    import sys
 
+    sys.path.insert(0, "")  # modules in the working directory, as in a notebook
     {use_device}torch.set_num_threads({threads})
     torch.distributed.init_process_group({backend!r})
     random.seed(SEEDS[rank])
@@ -92,14 +96,13 @@ pulled: list = []
 
 
 def copied(value: object) -> object:
-    """Return a copy, which later cells do not change."""
-    import copy
+    """Return a copy on the CPU, which later cells do not change."""
+    import io
 
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, torch.nn.Module):
-        value = getattr(value, "module", value)
-    return copy.deepcopy(value)
+    file = io.BytesIO()
+    torch.save(getattr(value, "module", value) if isinstance(value, torch.nn.Module) else value, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=False)
 '''
 PUSHES = '''\
 def pushed_values(number: int) -> list:
@@ -301,12 +304,9 @@ def _may_change(node: ast.stmt) -> bool:
             case ast.Attribute(value=value, ctx=ast.Store() | ast.Del()):
                 if not isinstance(value, ast.Name) or value.id != "self":
                     return True
-            case (
-                ast.Name("setattr" | "delattr" | "patch" | "subprocess")
-                | ast.Attribute(
-                    attr="environ" | "putenv" | "path" | "chdir" | "modules" | "patch" | "set_start_method" | "reload"
-                )
-            ):
+            case ast.Attribute(value=ast.Name("sys"), attr="path" | "modules"):
+                return True
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in CHANGING:
                 return True
     return False
 

@@ -390,7 +390,7 @@ def _check_names(plan: Plan, session: Session) -> None:
             plan.refuse(step.number, "it assigns rank, which the script needs for cells on some ranks")
     if any(step.statement.script or step.statement.problem for step in steps):
         return
-    known = {*BUILTINS, *PROVIDED, "display"}
+    known = {*BUILTINS, *PROVIDED, "display", "os", "subprocess"}  # of translated magics
     bound = {name for step in steps for name in step.statement.names.binds | step.statement.names.sets}
     reported: set[str] = set()
     for step in steps:

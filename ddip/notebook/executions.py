@@ -57,22 +57,25 @@ class Executions:
     def list_events(self, history: History) -> tuple[Execution | Push, ...]:
         """Return the notebook's executions so far, and executions and pushes since all ranks started, in order."""
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
-        found: list[tuple[int, float, Execution | Push]] = []
-        on_ranks: dict[int, set[str]] = {}
         cells = [cell for cell in history if cell.submitted >= history.started]
+        timed: list[tuple[float, Execution | Push]] = [
+            (one.at, Push(one.number, one.names, one.ranks, one.data)) for one in history.sent
+        ]
+        for cell in cells:
+            source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
+            timed.append((cell.began or cell.submitted, self._rank_execution(cell, source, cells)))
+        found: list[tuple[int, bool, Execution | Push]] = []
+        for _, event in sorted(timed, key=lambda one: one[0]):  # a queued cell may begin after later ones
+            found.append((max(event.number, found[-1][0] if found else 0), False, event))
+        on_ranks: dict[int, set[str]] = {}
         for cell in history:
             on_ranks.setdefault(cell.number, set()).add(cell.code.strip())
         for number, source in enumerate(sources[: self._number]):
             local = _local_code(source, on_ranks.get(number, set()))
             if local.strip():
                 failure = "it failed" if number in self._failed and number not in on_ranks else ""
-                found.append((number, float("inf"), Execution(number, local, failure=failure)))
-        for cell in cells:
-            source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
-            found.append((cell.number, cell.began or cell.submitted, self._rank_execution(cell, source, cells)))
-        found += [(one.number, one.at, Push(one.number, one.names, one.ranks, one.data)) for one in history.sent]
-        found.sort(key=lambda one: one[:2])
-        return tuple(event for _, _, event in found)
+                found.append((number, True, Execution(number, local, failure=failure)))
+        return tuple(event for _, _, event in sorted(found, key=lambda one: one[:2]))
 
     def _rank_execution(self, cell: Cell, source: str, cells: list[Cell]) -> Execution:
         line = DIP_LINE.match(source)

@@ -95,7 +95,7 @@ class ExportMagics(Magics):
         _ensure_valid(text, path)
         if args.check is not None:
             checked = script.write_script(plan, session, choice, path.name, f".{data}", check.last_lines(results))
-            print(check.compare_script(checked, path, session.threads, expected, plan.data))
+            print(check.compare_script(checked, path, session, expected, plan.data))
         path.write_text(text)
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
@@ -118,7 +118,7 @@ class ExportMagics(Magics):
         problems = [change.text for change in history.changes if change.resizes]
         if history.is_cut:
             problems.append(f"ddip has kept only the last {KEPT} cells of this session")
-        seeds, threads, changed = zip(*facts, strict=True)
+        seeds, threads, folders, changed = zip(*facts, strict=True)
         doubts = [change.text for change in history.changes if not change.resizes]
         doubts += [f"{file} has changed since the ranks started" for file in sorted({*sum(changed, [])})]
         return Session(
@@ -126,6 +126,7 @@ class ExportMagics(Magics):
             group.spec.backend,
             "cuda" if group.spec.on_gpus else "cpu",
             threads[0],
+            folders[0],
             group.request.app,
             self.executions.list_events(history),
             tuple(problems),

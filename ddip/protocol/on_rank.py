@@ -130,7 +130,7 @@ def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> lis
 
 
 @remote("runtime.seeds.start_facts", "reading settings of the process")
-def start_facts() -> tuple[int, int, list[str]]: ...
+def start_facts() -> tuple[int, int, str, list[str]]: ...
 
 
 @remote("objects.result_values.pack_results", "pulling")

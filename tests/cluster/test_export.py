@@ -301,14 +301,3 @@ def test_an_odd_session_gives_equal_values(notebook: Notebook) -> None:
         assert "unchanged" not in shown
     finally:
         notebook.ok("%cd ..")
-
-
-def test_workers_that_are_spawned_find_hoisted_classes(notebook: Notebook) -> None:
-    restart(notebook)
-    notebook.ok("%%dip\nimport torch\nfrom torch.utils.data import DataLoader, Dataset")
-    notebook.ok(
-        "%%dip\nclass Data(Dataset):\n    def __len__(self):\n        return 4\n\n"
-        "    def __getitem__(self, index):\n        return torch.rand(1) + rank\n"
-    )
-    notebook.ok("%%dip\nn = torch.cat(list(DataLoader(Data(), 2, num_workers=1, multiprocessing_context='spawn')))")
-    assert "largest difference 0\n" in notebook.ok("%dipexport spawned.py --check n").stdout

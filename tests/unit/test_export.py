@@ -125,6 +125,8 @@ def test_a_line_without_a_translation_is_named(typed: str) -> None:
         ("r = random.Random(3)", False),
         ("def f():\n    return np.random.default_rng()", True),
         ("torch.seed()", True),
+        ("torch.manual_seed(int(time.time()))", True),
+        ("torch.manual_seed(3)", False),
         ("exec('x = 1')", True),
         ("n = len(globals())", True),
     ],

@@ -400,9 +400,9 @@ def note_threads(count: int) -> None:
     _start["threads"] = count
 
 
-def start_threads() -> int:
-    """Return the number of torch threads that ddip has set, whatever cells have set since."""
-    return int(_start["threads"])
+def start_settings() -> tuple[int, str]:
+    """Return the number of torch threads that ddip has set, and the folder in which this rank has started."""
+    return int(_start["threads"]), str(_start[DIRECTORY])
 
 
 def set_own_variable(name: str, value: str) -> None:

@@ -33,8 +33,8 @@ def seed_process() -> None:
         numpy.random.seed(_seed)
 
 
-def start_facts() -> tuple[int, int, list[str]]:
-    """Return this rank's seed and torch threads at its start, and the user's modules whose files have changed since."""
+def start_facts() -> tuple[int, int, str, list[str]]:
+    """Return this rank's seed, torch threads and folder at its start, and user modules that have changed since."""
     changed: list[str] = []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -42,4 +42,4 @@ def start_facts() -> tuple[int, int, list[str]]:
             with contextlib.suppress(OSError):
                 if os.stat(file).st_mtime > _began:
                     changed.append(os.path.basename(file))
-    return _seed, process_settings.start_threads(), changed
+    return _seed, *process_settings.start_settings(), changed
