@@ -31,9 +31,9 @@ def save_values(variables: dict[str, object], names: list[str]) -> None:
 
 
 def accept_style(text: str) -> str:
-    """Return the script with ruff's remarks on the style of the cells accepted line by line, if ruff is installed.
+    """Return the script with comments that let ruff accept the style of the cells, line by line.
 
-    ruff still reports undefined names.
+    Without ruff, there are none. ruff still reports undefined names.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")

@@ -140,7 +140,7 @@ def default_values(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) ->
 
 
 def is_plain(node: ast.AST | None) -> bool:
-    """Return True if an expression only reads variables, or computes with constants and the number of the rank."""
+    """Return True if an expression only reads variables, or computes with constants and the rank."""
     match node:
         case None | ast.Constant() | ast.Name():
             return True

@@ -195,9 +195,8 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     shown = "" if last_lines else _shown_text(plan)
     helpers += [SHOW.format(lines=shown)] if shown else []
     bound = {one for step in plan.steps if id(step) not in layout.hoisted for one in step.statement.names.binds}
-    lines = textwrap.wrap(", ".join(sorted(bound)), 100)
     opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
-    opening += "".join(f"    global {line.rstrip(',')}\n" for line in lines)
+    opening += "".join(f"    global {line.rstrip(',')}\n" for line in textwrap.wrap(", ".join(sorted(bound)), 100))
     opening += "    session_options = parse_options()\n" if options else ""
     run = ["start_rank()", f"{main}()", *filter(None, [last_lines]), "end_rank()"]
     run += ['if os.environ["RANK"] == "0":', "    show_results()"] if shown else []
@@ -320,10 +319,10 @@ def _is_same(node: ast.stmt, other: ast.stmt | None) -> bool:
             return False
         first, second = code_names.import_origins(node), code_names.import_origins(other)
         return all(first[name] == second[name] for name in first.keys() & second.keys())
-    simple = isinstance(node, ast.FunctionDef) and not node.decorator_list
-    constant = (ast.Constant, ast.Name, ast.UnaryOp)
-    if not simple or not all(isinstance(one, constant) for one in code_names.default_values(node)):
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return False  # a second run makes a new object, with a state of its own
+    if not all(isinstance(one, (ast.Constant, ast.Name, ast.UnaryOp)) for one in code_names.default_values(node)):
+        return False
     return other is not None and ast.dump(node) == ast.dump(other)
 
 

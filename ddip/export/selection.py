@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddip.errors import ranks_text
 from ddip.export import code_names, translation
 from ddip.export.code_names import BUILTINS, IMPORTS, PROVIDED
 from ddip.export.record import Choice, Execution, Push, Session
@@ -133,7 +132,7 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     plan.shown = local.shown
     _check_failed(plan, failed)
     _leave_out_idle(plan, choice)
-    _check_names(plan, session)
+    _check_names(plan)
     return plan
 
 
@@ -316,7 +315,7 @@ def _check_failed(plan: Plan, failed: Sequence[tuple[Execution, list[Statement]]
 
 
 def _is_harmless(execution: Execution, statements: Sequence[Statement], steps: Sequence[Step]) -> bool:
-    """Return True if no statement of a failed cell can have an effect, and nothing uses the names that it binds."""
+    """Return True if a failed cell cannot have changed anything that another cell uses."""
     origins = {
         origin
         for step in steps
@@ -379,7 +378,7 @@ def _group_steps(parts: Sequence[Part]) -> Iterator[list[Part]]:
 # -- checks
 
 
-def _check_names(plan: Plan, session: Session) -> None:
+def _check_names(plan: Plan) -> None:
     """Refuse names that no earlier statement binds, and those that the script needs itself."""
     steps = plan.steps
     everything = {name for step in steps for name in step.statement.names.everything}
@@ -402,6 +401,5 @@ def _check_names(plan: Plan, session: Session) -> None:
         }
         for name in sorted((found.needs - known) | (found.deferred - strings - known - bound) - reported):
             reported.add(name)
-            where = "" if step.ranks is EVERYWHERE else f" on {ranks_text(step.ranks)}"
-            plan.refuse(step.number, f"it reads {name}{where}, which no exported cell assigns")
+            plan.refuse(step.number, f"it reads {name}, which no exported cell assigns")
         known |= found.binds | found.sets

@@ -50,16 +50,16 @@ def translate_cell(code: str, in_notebook: bool = False) -> list[Statement]:
     if script := SCRIPT.fullmatch(code):
         words = shlex.split(script[1])
         if words[0] == "-m" or "/" in words[0]:
-            return [_refused(code, f"{code.strip()}: only a script in the notebook's folder can be exported")]
+            return [_refuse_code(code, f"{code.strip()}: only a script in the notebook's folder can be exported")]
         return [Statement(f"run_script{tuple(words)!r}".replace(",)", ")"), ast.Pass(), script=tuple(words))]
     if code.lstrip().startswith("%%"):
-        return [_refused(code, code.strip().partition("\n")[0])]
+        return [_refuse_code(code, code.strip().partition("\n")[0])]
     source = TransformerManager().transform_cell(code)
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
     except SyntaxError as error:
-        return [_refused(code, (error.text or code).strip())]
+        return [_refuse_code(code, (error.text or code).strip())]
     return [_translate_statement(text, in_notebook) for text in _split_source(source, tree)]
 
 
@@ -78,7 +78,7 @@ def comment_out(text: str) -> str:
     return "\n".join(f"# {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
-def _refused(code: str, problem: str, names: Names | None = None) -> Statement:
+def _refuse_code(code: str, problem: str, names: Names | None = None) -> Statement:
     return Statement(comment_out(code), None, names or Names(), problem)
 
 
@@ -121,7 +121,7 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
                 _replace_node(tree, call, ast.parse(plain or "None", mode="eval").body)
                 text = ast.unparse(tree)
     except (Untranslatable, SyntaxError) as error:
-        return _refused(text, str(error), _bound_by(tree))
+        return _refuse_code(text, str(error), _bound_by(tree))
     node = ast.parse(text).body[0]
     problem = code_names.find_problem(node)
     if not problem:
@@ -132,7 +132,7 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
             problem = str(error.msg)  # such as an await at the top level
     if problem:
         first = next(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
-        return _refused(text, f"{first.strip()}: {problem}", _bound_by(tree))
+        return _refuse_code(text, f"{first.strip()}: {problem}", _bound_by(tree))
     return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
 
 

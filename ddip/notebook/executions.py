@@ -55,7 +55,7 @@ class Executions:
             self._failed.add(self._number)
 
     def list_events(self, history: History) -> tuple[Execution | Push, ...]:
-        """Return the notebook's executions so far, and executions and pushes since all ranks started, in order."""
+        """Return executions of cells and pushes in order; those on ranks since all ranks started."""
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         cells = [cell for cell in history if cell.submitted >= history.started]
         timed: list[tuple[float, Execution | Push]] = [
@@ -99,7 +99,7 @@ class Executions:
             tuple(cell.ranks),
             failure,
             cell.outcome == "not_run",
-            next(iter(_overlapping(cell, cells)), 0),
+            next(iter(_find_overlaps(cell, cells)), 0),
             is_param,
             self._cells.get(cell.number, ""),
         )
@@ -112,7 +112,7 @@ def _is_unchanged(cell: Cell) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == cell.script["digest"]
 
 
-def _overlapping(cell: Cell, cells: list[Cell]) -> Iterator[int]:
+def _find_overlaps(cell: Cell, cells: list[Cell]) -> Iterator[int]:
     """Yield the numbers of other cells that ran on ranks at the same time."""
     for other in cells:
         spans = [one or float("inf") for one in (cell.began, cell.ended, other.began, other.ended)]

@@ -34,7 +34,7 @@ def seed_process() -> None:
 
 
 def start_facts() -> tuple[int, int, str, list[str]]:
-    """Return this rank's seed, torch threads and folder at its start, and user modules that have changed since."""
+    """Return seed, threads and folder of this rank's start, and the user's modules changed since."""
     changed: list[str] = []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
