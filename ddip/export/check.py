@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddip.errors import BadInput
@@ -15,19 +15,17 @@ from ddip.export.record import Session
 from ddip.sharded import values
 
 TOLERANCE = 1e-6
-FOLDER = "DDIP_EXPORT_CHECK"
-"""Environment variable that tells the ranks of the checked script where to store their values."""
 
 
-def last_lines(names: list[str]) -> str:
-    """Return the code with which the checked script stores the values of `names`."""
-    return f"__import__('ddip.export.check').export.check.save_values(globals(), {names})"
+def last_line(names: list[str], folder: str) -> str:
+    """Return the code with which the checked script stores the values of `names` in `folder`."""
+    return f"__import__('ddip.export.check').export.check.save_values(globals(), {names}, {folder!r})"
 
 
-def save_values(variables: dict[str, object], names: list[str]) -> None:
+def save_values(variables: dict[str, object], names: list[str], folder: str) -> None:
     """Store this rank's values for the notebook; the checked script calls this."""
     packed, _ = values.pack_values(variables, names)
-    Path(os.environ[FOLDER], os.environ["RANK"]).write_bytes(packed)
+    Path(folder, os.environ["RANK"]).write_bytes(packed)
 
 
 def accept_style(text: str) -> str:
@@ -37,26 +35,27 @@ def accept_style(text: str) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "script.py")
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--ignore", "F821", "--add-noqa"]
         subprocess.run([*command, str(path)], capture_output=True, check=False)
-        return path.read_text()
+        return path.read_text(encoding="utf-8", errors="strict")
 
 
 def compare_script(
-    text: str, path: Path, session: Session, expected: Sequence[bytes], pushed: Sequence[bytes] = ()
+    write: Callable[[str], str], path: Path, session: Session, expected: Sequence[bytes], pushed: Sequence[bytes] = ()
 ) -> str:
-    """Run the script `text` beside `path`, and compare its values; return a line about them.
+    """Run the script beside `path`, and compare its values; return a line about them.
 
-    Raises BadInput if they differ, or if the script fails. `expected`: the packed values of each rank; `pushed`: the
+    Raises BadInput if they differ, or if the script fails. `write`: returns the script with values stored in a folder;
+    `expected`: the packed values of each rank; `pushed`: the
     values that the script reads from a file.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy, data = path.with_name(f".{path.stem}.check.py"), path.with_name(f".{path.stem}.data.pickle")
         try:
-            copy.write_text(text)
+            copy.write_text(write(folder), encoding="utf-8")
             data.write_bytes(pickle.dumps([*pushed]))
-            _run_script(copy, session, folder, path)
+            _run_script(copy, session, path)
         finally:
             copy.unlink()
             data.unlink()
@@ -76,12 +75,11 @@ def compare_script(
     return f"ddip: {path} gives the session's values: {count} compared, largest difference {largest:.3g}"
 
 
-def _run_script(copy: Path, session: Session, folder: str, path: Path) -> None:
+def _run_script(copy: Path, session: Session, path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={session.size}"]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        FOLDER: folder,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": f"{session.threads}",
     }

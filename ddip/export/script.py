@@ -127,7 +127,7 @@ def run_script(path: str, *arguments: str) -> None:
     found = vars(sys.modules["__main__"])
     found["__file__"] = path
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), found)
+        exec(compile(Path(path).read_bytes(), path, "exec"), found)
     except SystemExit as end:
         if end.code:
             raise
@@ -161,10 +161,10 @@ class _Layout:
     """Names that the module binds."""
 
 
-def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: str = "", last_lines: str = "") -> str:
+def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: str = "", last_line: str = "") -> str:
     """Return the text of the script `name`.
 
-    `data`: name of the file with pushed values; `last_lines`: code to run after the cells instead of the notebook's.
+    `data`: name of the file with pushed values; `last_line`: code to run after the cells instead of the notebook's.
     """
     layout = _arrange_steps(plan)
     names = {one for step in plan.steps for one in step.statement.names.everything}
@@ -192,13 +192,13 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     imports = [f"import {one}" for one in OURS if one != "subprocess" or "subprocess.run(" in text]
     imports += ["import argparse"] if options else []
     imports += ["from IPython.display import display"] if "display" in names else []
-    shown = "" if last_lines else _shown_text(plan)
+    shown = "" if last_line else _shown_text(plan)
     helpers += [SHOW.format(lines=shown)] if shown else []
     bound = {one for step in plan.steps if id(step) not in layout.hoisted for one in step.statement.names.binds}
     opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
     opening += "".join(f"    global {line.rstrip(',')}\n" for line in textwrap.wrap(", ".join(sorted(bound)), 100))
     opening += "    session_options = parse_options()\n" if options else ""
-    run = ["start_rank()", f"{main}()", *filter(None, [last_lines]), "end_rank()"]
+    run = ["start_rank()", f"{main}()", *filter(None, [last_line]), "end_rank()"]
     run += ['if os.environ["RANK"] == "0":', "    show_results()"] if shown else []
     ending = 'if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in run)
     module = [HEADER.format(name=name, **facts), *_sorted_imports([*layout.imports, *imports]), "", _rank_text(session)]
@@ -415,7 +415,7 @@ def _indent_code(text: str) -> str:
     inside: set[int] = set()
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.STRING or tokenize.tok_name[token.type] == "FSTRING_MIDDLE":
+            if token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING"):
                 inside |= set(range(token.start[0] + 1, token.end[0] + 1))
     except (tokenize.TokenError, IndentationError):
         pass

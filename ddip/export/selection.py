@@ -132,7 +132,8 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     plan.shown = local.shown
     _check_failed(plan, failed)
     _leave_out_idle(plan, choice)
-    _check_names(plan)
+    is_whole = not (failed or choice.last or choice.numbers is not None)
+    _check_names(plan, is_whole)
     return plan
 
 
@@ -166,8 +167,7 @@ def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], ses
         if statement.problem:
             plan.refuse(number, statement.problem, statement.text)
         elif statement.doubt:
-            first = statement.text.strip().partition("\n")[0]
-            plan.refuse(number, f"{first}: {statement.doubt}", is_doubt=True)
+            plan.refuse(number, f"{translation.first_line(statement.text)}: {statement.doubt}", is_doubt=True)
         plan.parts.append(Step(statement, number, EVERYWHERE if everyone else execution.ranks))
 
 
@@ -378,8 +378,11 @@ def _group_steps(parts: Sequence[Part]) -> Iterator[list[Part]]:
 # -- checks
 
 
-def _check_names(plan: Plan) -> None:
-    """Refuse names that no earlier statement binds, and those that the script needs itself."""
+def _check_names(plan: Plan, is_whole: bool) -> None:
+    """Refuse names that no earlier statement binds, and those that the script needs itself.
+
+    `is_whole`: the session has run all of it, so that functions that read other names were not called.
+    """
     steps = plan.steps
     everything = {name for step in steps for name in step.statement.names.everything}
     for name in sorted(everything.intersection(RESERVED)):
@@ -399,7 +402,8 @@ def _check_names(plan: Plan) -> None:
             for one in (ast.walk(step.statement.node) if step.statement.node is not None else ())
             if isinstance(one, ast.Constant) and isinstance(one.value, str)
         }
-        for name in sorted((found.needs - known) | (found.deferred - strings - known - bound) - reported):
+        lost = set() if is_whole else found.deferred - strings - known - bound
+        for name in sorted((found.needs - known | lost) - reported):
             reported.add(name)
             plan.refuse(step.number, f"it reads {name}, which no exported cell assigns")
         known |= found.binds | found.sets

@@ -78,6 +78,11 @@ def comment_out(text: str) -> str:
     return "\n".join(f"# {line}".rstrip() for line in text.strip("\n").splitlines())
 
 
+def first_line(text: str) -> str:
+    """Return the first line of code, without comments above it."""
+    return next((line.strip() for line in text.splitlines() if not re.match(r"\s*(#|$)", line)), "")
+
+
 def _refuse_code(code: str, problem: str, names: Names | None = None) -> Statement:
     return Statement(comment_out(code), None, names or Names(), problem)
 
@@ -87,17 +92,14 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
     lines = source.splitlines(keepends=True)
     former = 0
     for node in tree.body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-        assert node.end_lineno is not None and node.end_col_offset is not None
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        assert node.end_lineno is not None
         above = "".join(lines[former : first - 1])
         above = ("\n" if former and above.startswith("\n") else "") + above.lstrip("\n")
-        inner = lines[first - 1 : node.end_lineno]
-        after = inner[-1].encode()[node.end_col_offset :].decode().rstrip("\n")
-        inner[-1] = inner[-1].encode()[: node.end_col_offset].decode()
-        inner[0] = inner[0].encode()[0 if decorators else node.col_offset :].decode()
+        text = "".join(lines[first - 1 : node.lineno - 1]) + (ast.get_source_segment(source, node) or "")
+        _, _, after = lines[node.end_lineno - 1].rstrip("\n").rpartition(text.splitlines()[-1])
         comment = re.fullmatch(r"\s*;?(\s*#.*)", after)
-        yield above + "".join(inner) + (f"  {comment[1].strip()}" if comment else "")
+        yield above + text + (f"  {comment[1].strip()}" if comment else "")
         former = node.end_lineno
 
 
@@ -131,8 +133,7 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
         except SyntaxError as error:
             problem = str(error.msg)  # such as an await at the top level
     if problem:
-        first = next(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
-        return _refuse_code(text, f"{first.strip()}: {problem}", _bound_by(tree))
+        return _refuse_code(text, f"{first_line(text)}: {problem}", _bound_by(tree))
     return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
 
 
@@ -178,7 +179,7 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
     if name.startswith("!") and not re.search(r"[${]", line):
         if name == "!system":
             return f"subprocess.run({line!r}, shell=True)"
-        return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True).stdout.splitlines()"
+        return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True, errors='replace').stdout.splitlines()"
     if name == "cd" and line and not line.startswith("-") and not re.search(r"[${~]", line):
         return f"os.chdir({line.strip(chr(39) + chr(34))!r})"
     if name in ("env", "set_env"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
+from ddip.cluster import folder
 from ddip.errors import BadInput
 from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
@@ -67,9 +68,10 @@ class ExportMagics(Magics):
         The script repeats the executions in their order, from the random states of the ranks' start. If ddip cannot
         show that a part would be repeated equally, it names the part with its cell and writes nothing.
         """
-        from ddip.export import check, script, selection
-        from ddip.export.record import Choice
-        from ddip.sharded import values
+        with folder.left_out():
+            from ddip.export import check, script, selection
+            from ddip.export.record import Choice
+            from ddip.sharded import values
 
         args = arguments.parse_line(self.dipexport, "%dipexport", line)
         path = _checked_path(args.path, args.force)
@@ -94,9 +96,12 @@ class ExportMagics(Magics):
         text = check.accept_style(script.write_script(plan, session, choice, path.name, data))
         _ensure_valid(text, path)
         if args.check is not None:
-            checked = script.write_script(plan, session, choice, path.name, f".{data}", check.last_lines(results))
-            print(check.compare_script(checked, path, session, expected, plan.data))
-        path.write_text(text)
+
+            def write(to: str) -> str:
+                return script.write_script(plan, session, choice, path.name, f".{data}", check.last_line(results, to))
+
+            print(check.compare_script(write, path, session, expected, plan.data))
+        path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
         if args.check is None and (args.last or numbers is not None):

@@ -32,7 +32,7 @@ REFUSED = {
     "04_output": "a script has no widgets",
     "05_dipush_dipull": "it contains code of the notebook; create it in a %%dip cell",
     "06_failures": "%makedip --repair replaced rank 2",
-    "debugging": "a script does not repeat what was typed at breakpoint()",
+    "debugging": "it failed (",
     "fsdp": "%makedip changed the group from 4 to 2 ranks",
     "hf_finetune": "-a hf prepares its framework on ranks",
     "lightning": "it failed (",
