@@ -59,7 +59,7 @@ def compare_script(
         finally:
             copy.unlink()
             data.unlink()
-        largest, count = 0.0, 0
+        largest, compared = 0.0, set[str]()
         for rank, ours in enumerate(expected):
             stored = Path(folder, str(rank))
             if not stored.exists():
@@ -71,8 +71,9 @@ def compare_script(
                         f"--check: {path} was not written, since it does not give the session's {name} on rank {rank}: "
                         + what
                     )
-                largest, count = max(largest, difference), count + 1
-    return f"ddip: {path} gives the session's values: {count} compared, largest difference {largest:.3g}"
+                largest = max(largest, difference)
+                compared.add(name)
+    return f"ddip: {path} gives the session's values: {len(compared)} compared, largest difference {largest:.3g}"
 
 
 def _run_script(copy: Path, session: Session, path: Path) -> None:

@@ -184,7 +184,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     helpers = [START.format(**facts) + (AGAIN if joins_again else "") + app, END]
     helpers += [PULLS] if "pulled." in text else []
     helpers += [FROM_RANKS] if "from_ranks(" in text else []
-    helpers += [PUSHES.format(file=data)] if data else []
+    helpers += [PUSHES.format(file=data)] if plan.data else []
     helpers += [RUN_SCRIPT] if "run_script(" in text else []
     if options:
         lines = "\n".join(f"    {_option_line(*one)}" for one in options.items())

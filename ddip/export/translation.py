@@ -177,9 +177,8 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
     if name in (OF_NOTEBOOK if in_notebook else DROPPED):
         return None
     if name.startswith("!") and not re.search(r"[${]", line):
-        if name == "!system":
-            return f"subprocess.run({line!r}, shell=True)"
-        return f"subprocess.run({line!r}, shell=True, capture_output=True, text=True, errors='replace').stdout.splitlines()"
+        captured = ", capture_output=True, text=True, errors='replace'" if name == "!getoutput" else ""
+        return f"subprocess.run({line!r}, shell=True{captured})" + (".stdout.splitlines()" if captured else "")
     if name == "cd" and line and not line.startswith("-") and not re.search(r"[${~]", line):
         return f"os.chdir({line.strip(chr(39) + chr(34))!r})"
     if name in ("env", "set_env"):

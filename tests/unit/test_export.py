@@ -72,7 +72,8 @@ def main_of(text: str) -> str:
         ("!python -c 'print(1)'", "subprocess.run(\"python -c 'print(1)'\", shell=True)"),
         (
             "files = !ls",
-            "files = subprocess.run('ls', shell=True, capture_output=True, text=True, errors='replace').stdout.splitlines()",
+            "files = subprocess.run('ls', shell=True, capture_output=True, text=True, errors='replace')"
+            ".stdout.splitlines()",
         ),
         ("%cd data", "os.chdir('data')"),
         ("%env A=b", "os.environ['A'] = 'b'"),
