@@ -67,12 +67,6 @@ AGAIN = """\
 
     torch.distributed.init_process_group = join_once
 """
-APP = """\
-    # the app {app} of ddip prepared its framework on each rank of the session; this does the same
-    import ddip.apps.{app}
-
-    ddip.apps.{app}.prepare()
-"""
 END = '''\
 def end_rank() -> None:
     """Leave the process group."""
@@ -172,7 +166,6 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
     options: dict[str, object] = {}
     body = _main_text(plan, layout, session, choice, options)
-    app = "" if session.app in (None, "deepspeed") else APP.format(app=session.app)
     facts = {
         "size": session.size,
         "backend": session.backend,
@@ -181,7 +174,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
         "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
     }
     joins_again = "init_process_group" in text or "run_script" in text
-    helpers = [START.format(**facts) + (AGAIN if joins_again else "") + app, END]
+    helpers = [START.format(**facts) + (AGAIN if joins_again else ""), END]
     helpers += [PULLS] if "pulled." in text else []
     helpers += [FROM_RANKS] if "from_ranks(" in text else []
     helpers += [PUSHES.format(file=data)] if plan.data else []

@@ -21,8 +21,6 @@ from ddip.export.translation import Statement
 
 EVERYWHERE: tuple[int, ...] | None = None
 """Ranks of a step that all ranks run."""
-APPS = ("deepspeed", "hf", "lightning")
-"""Apps that a script can prepare."""
 LITERAL_CHARS = 200
 """Maximum length of a pushed value that the script has as a literal."""
 WITHOUT = "run the notebook again without it, or choose cells with --cells"
@@ -114,7 +112,7 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     for reason in session.doubts:
         plan.refuse(0, reason, is_doubt=True)
     if session.app is not None:
-        plan.refuse(0, f"-a {session.app} prepares its framework on ranks", is_doubt=session.app in APPS)
+        plan.refuse(0, f"-a {session.app} changes its framework on ranks, which a script does not")
     failed: list[tuple[Execution, list[Statement]]] = []
     local = _LocalCode()
     for event in _chosen_events(session, choice):

@@ -18,28 +18,25 @@ EQUAL = {
     "01_quickstart": (END, "--data --check model losses accuracy"),
     "02_makedip": ("%makedip -n 3", "--check kept"),
     "06_failures": ("%%dip\nloss = model", "--check model"),
-    "course_exercises": (END, "--check model"),
     "fsdp": ("import ddip", "--check model"),
     "kaggle_colab": (END, "--check model losses points"),
-    "lightning": ('main("--strategy ddp_notebook")', "--check net"),
     "long_runs": (END, "--check model losses right"),
     "multi_process_tutorial": ("args = argparse", "--check model mine"),
 }
 """Cell before which a notebook is exported, and options: the end, or the first cell that no script repeats."""
 REFUSED = {
-    "02_makedip": "",
     "03_dip_autodip": "await asyncio.sleep(0.1)",
     "04_output": "a script has no widgets",
     "05_dipush_dipull": "it contains code of the notebook; create it in a %%dip cell",
     "06_failures": "%makedip --repair replaced rank 2",
+    "course_exercises": "-a lightning changes its framework on ranks, which a script does not",
     "debugging": "it failed (",
     "fsdp": "%makedip changed the group from 4 to 2 ranks",
-    "hf_finetune": "-a hf prepares its framework on ranks",
-    "lightning": "it failed (",
+    "hf_finetune": "-a hf changes its framework on ranks, which a script does not",
+    "lightning": "-a lightning changes its framework on ranks, which a script does not",
     "multi_process_tutorial": "it failed (",
 }
 """Reason why ddip refuses to export a notebook at its end; without --check, so that any doubt counts."""
-REFUSED.pop("02_makedip")  # its last session has only an assertion
 NOT_RUN = {
     HOSTS.stem: "--check needs all ranks on this machine",
     **dict.fromkeys(map(str, LESSONS.values()), "-a fastai"),

@@ -241,7 +241,7 @@ def test_reasons_of_the_session_are_refused() -> None:
     assert [(one.text, one.is_doubt) for one in refusals] == [
         ("a", False),
         ("b", True),
-        ("-a fastai prepares its framework on ranks", False),
+        ("-a fastai changes its framework on ranks, which a script does not", False),
     ]
 
 
