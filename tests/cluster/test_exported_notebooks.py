@@ -37,6 +37,13 @@ REFUSED = {
     "multi_process_tutorial": "it failed (",
 }
 """Reason why ddip refuses to export a notebook at its end; without --check, so that any doubt counts."""
+NEEDS = {
+    "course_exercises": "lightning",
+    "hf_finetune": "trl",
+    "lightning": "lightning",
+    "multi_process_tutorial": "torchvision",
+}
+"""Packages that ``make test`` does not install."""
 NOT_RUN = {
     HOSTS.stem: "--check needs all ranks on this machine",
     **dict.fromkeys(map(str, LESSONS.values()), "-a fastai"),
@@ -57,9 +64,8 @@ def exports_of(name: str) -> list[tuple[str, str]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", sorted(EQUAL.keys() | REFUSED.keys()))
 def test_the_script_of_the_notebook_gives_its_values(name: str, tmp_path: Path) -> None:
-    for package in ("lightning", "trl", "torchvision"):
-        if importlib.util.find_spec(package) is None and name in ("course_exercises", "hf_finetune", "lightning"):
-            pytest.skip(f"{package} is not installed")
+    if importlib.util.find_spec(NEEDS.get(name, "torch")) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
     (path,) = (path for path in NOTEBOOKS if path.stem == name)
     notebook = nbformat.read(path, as_version=4)
     exports = {}
