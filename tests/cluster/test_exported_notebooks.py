@@ -21,6 +21,7 @@ EQUAL = {
     "fsdp": ("import ddip", "--check model"),
     "kaggle_colab": (END, "--check model losses points"),
     "long_runs": (END, "--check model losses right"),
+    "scripts": ("%diprun train.py --crash-at 3", "--check model losses"),
     "multi_process_tutorial": ("args = argparse", "--check model mine"),
 }
 """Cell before which a notebook is exported, and options: the end, or the first cell that no script repeats."""
@@ -35,6 +36,7 @@ REFUSED = {
     "hf_finetune": "-a hf changes its framework on ranks, which a script does not",
     "lightning": "-a lightning changes its framework on ranks, which a script does not",
     "multi_process_tutorial": "it failed (",
+    "scripts": "only a script in the notebook's folder can be exported",
 }
 """Reason why ddip refuses to export a notebook at its end; without --check, so that any doubt counts."""
 NEEDS = {
