@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -101,7 +102,7 @@ def _run_script(copy: Path, session: Session, path: Path) -> None:
         if status:
             output.seek(0)
             lines = [line for line in output.read().splitlines() if line.strip()]
-            errors = [line for line in lines if ".py" not in line and "Error" in line and "ChildFailed" not in line]
+            errors = [line for line in lines if re.search(r"^(\[rank\d+\]: )?[\w.]+(Error|Exception): ", line)]
             why = errors[0] if errors else lines[-1] if lines else f"exit status {status}"
             raise BadInput(
                 f"--check: {path} was not written, since it failed under torchrun: {why}\n" + "\n".join(lines[-25:])

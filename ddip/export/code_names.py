@@ -14,7 +14,6 @@ PROVIDED = frozenset({"rank", "world_size", "device"})
 """Variables that ddip, and the script, define on each rank."""
 TRUSTED = sys.stdlib_module_names | {"torch", "numpy"}
 """Packages that each rank imports before its first cell, or whose import changes nothing that numbers depend on."""
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
 IMPORTS = (ast.Import, ast.ImportFrom)
 COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")

@@ -399,7 +399,7 @@ def _option_line(name: str, default: object) -> str:
 
 
 def _shown_text(plan: Plan) -> str:
-    lines = [f"# cell {one.number} of the notebook\n" + "\n".join(one.lines) + "\n" for one in plan.shown]
+    lines = [f"# cell {number} of the notebook\n" + "\n".join(code) + "\n" for number, code in plan.shown]
     return _indent_code("\n".join(lines).rstrip("\n"))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -69,14 +70,6 @@ class Refusal:
         return f"cell {self.number}: {self.reason}" if self.number else self.reason
 
 
-@dataclass
-class Shown:
-    """Code of a notebook cell that uses pulled values; it runs on rank 0 after all cells of the ranks."""
-
-    number: int
-    lines: list[str]
-
-
 Part = Step | LeftOut | Refusal
 
 
@@ -85,7 +78,8 @@ class Plan:
     """The parts of a script in order."""
 
     parts: list[Part] = field(default_factory=list)
-    shown: list[Shown] = field(default_factory=list)
+    shown: list[tuple[int, list[str]]] = field(default_factory=list)
+    """Numbers and code of notebook cells that use pulled values; rank 0 runs them after all cells of the ranks."""
     data: list[bytes] = field(default_factory=list)
     """Pickled dicts of pushed variables that the script reads from a file."""
 
@@ -229,7 +223,7 @@ class _LocalCode:
     """Collects the notebook's code for pulled values, and the steps that copy these on the ranks."""
 
     def __init__(self) -> None:
-        self.shown: list[Shown] = []
+        self.shown: list[tuple[int, list[str]]] = []
         self._known: set[str] = set()
         """Names that the collected code binds."""
         self._imports: list[Statement] = []
@@ -268,7 +262,7 @@ class _LocalCode:
         yield from steps
         first = [one.text.strip() for one in dict.fromkeys(used.values())]
         self._known, self._pulls = known.union(used), pulls
-        self.shown.append(Shown(execution.number, [*first, *lines]))
+        self.shown.append((execution.number, [*first, *lines]))
 
 
 def _parse_pull(line: str, number: int) -> tuple[list[str], list[Step]]:
@@ -340,7 +334,8 @@ def _leave_out_idle(plan: Plan, choice: Choice) -> None:
     live = {*choice.results, *PROVIDED}
     kept: list[Part] = []
     has_script = any(step.statement.script for step in plan.steps)
-    for group in reversed(list(_group_steps(plan.parts))):
+    cells = itertools.groupby(plan.parts, key=lambda part: part.number if isinstance(part, Step) else id(part))
+    for group in reversed([list(parts) for _, parts in cells]):
         steps = [part for part in group if isinstance(part, Step)]
         bound = {name for step in steps for name in step.statement.names.binds}
         pure = all(code_names.is_pure(step.statement.node) and not step.statement.script for step in steps)
@@ -359,18 +354,6 @@ def _leave_out_idle(plan: Plan, choice: Choice) -> None:
             live |= names.reads | {name for name in names.deferred if not code_names.is_pure(step.statement.node)}
         kept += reversed(group)
     plan.parts = kept[::-1]
-
-
-def _group_steps(parts: Sequence[Part]) -> Iterator[list[Part]]:
-    """Yield the consecutive statements of each cell, and each other part by itself."""
-    group: list[Part] = []
-    for part in parts:
-        if group and (not isinstance(part, Step) or not isinstance(group[0], Step) or part.number != group[0].number):
-            yield group
-            group = []
-        group.append(part)
-    if group:
-        yield group
 
 
 # -- checks
