@@ -177,6 +177,8 @@ ENTROPY = (
     *("default_rng", "Random", "RandomState", "SeedSequence", "PCG64", "MT19937", "seed"),
 )
 """Functions that use entropy of the system: the last seven only without arguments."""
+OWN_GENERATORS = ("albumentations", "cupy", "imgaug", "jax", "keras", "tensorflow")
+"""Packages with global random states that ddip does not set."""
 CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
 UNORDERED_OK = ("sorted", "len", "min", "max", "set", "frozenset", "isinstance")
 """Functions whose result does not depend on the order of a set."""
@@ -225,12 +227,15 @@ def find_doubt(node: ast.AST) -> str:
                 calls = [inner.func for value in args for inner in ast.walk(value) if isinstance(inner, ast.Call)]
                 if any(ast.unparse(call).rpartition(".")[2] in CLOCKS for call in calls):
                     return f"{name}() gets a number that differs in each run"
+            case ast.alias(name=name) if name.partition(".")[0] in OWN_GENERATORS:
+                return f"{name} draws random numbers of its own"
             case ast.Name(id=name) if name in HAS_NAMESPACE:
                 return f"{name} finds other variables in a script"
             case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
                 return f"{name}() finds other variables in a script"
             case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(one) not in ordered:
-                if not (isinstance(one, ast.Set) and all(_is_number(item) for item in one.elts)):
+                items = one.elts if isinstance(one, ast.Set) else [one]
+                if not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in items):
                     return "the order of a set may differ between processes: sort it"
     return ""
 

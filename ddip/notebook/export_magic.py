@@ -104,8 +104,11 @@ class ExportMagics(Magics):
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
-        if args.check is None and (args.last or numbers is not None):
-            print("ddip: the script lacks some executions, so its numbers may differ; --check compares them")
+        if args.check is None:
+            why = (
+                "may differ, since it lacks executions" if args.last or numbers is not None else "are not compared yet"
+            )
+            print(f"ddip: the script's numbers {why}; --check NAMES compares these variables")
         count = len({step.number for step in plan.steps})
         left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
         more = f", {left} left out as comments" if left else ""

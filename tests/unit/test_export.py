@@ -122,6 +122,8 @@ def test_a_line_without_a_translation_is_named(typed: str) -> None:
         ("words = list(set(text))", True),
         ("words = sorted(list(set(text)))", False),
         ("n = len({*text})", False),
+        ("names = {'a', 'b'}", True),
+        ("import albumentations as A", True),
         ("r = random.Random()", True),
         ("r = random.Random(3)", False),
         ("def f():\n    return np.random.default_rng()", True),
