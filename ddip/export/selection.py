@@ -102,7 +102,7 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     """Return the parts of the script for a session."""
     plan = Plan()
     for reason in session.problems:
-        plan.refuse(0, reason)
+        plan.refuse(0, reason, is_doubt=choice.numbers is not None)
     for reason in session.doubts:
         plan.refuse(0, reason, is_doubt=True)
     if session.app is not None:
@@ -119,8 +119,6 @@ def plan_script(session: Session, choice: Choice) -> Plan:
             if event.failure:
                 failed.append((event, statements))
             _add_cell(plan, event, statements, session)
-    if any(part.statement.script for part in plan.steps):
-        local.shown.clear()  # the names of a script's variables are not known
     plan.shown = local.shown
     _check_failed(plan, failed)
     _leave_out_idle(plan, choice)

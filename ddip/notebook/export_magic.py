@@ -97,10 +97,10 @@ class ExportMagics(Magics):
         _ensure_valid(text, path)
         if args.check is not None:
 
-            def write(to: str) -> str:
+            def script_storing(to: str) -> str:
                 return script.write_script(plan, session, choice, path.name, f".{data}", check.last_line(results, to))
 
-            print(check.compare_script(write, path, session, expected, plan.data))
+            print(check.compare_script(script_storing, path, session, expected, plan.data))
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
