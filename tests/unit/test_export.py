@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+import time
 import types
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import cloudpickle
+import numpy
 import pytest
 import torch
 
-from ddip.export import script, selection, translation
+from ddip.export import check, script, selection, translation
 from ddip.export.record import Choice, Execution, Push, Session
 from ddip.export.selection import LeftOut, Plan
+from ddip.group.cells.history import KEPT, SENT_BYTES, History
 from ddip.notebook import executions
+from ddip.sharded import values
 
 EVERYONE = (0, 1)
 IN_NOTEBOOK = None
@@ -528,3 +535,59 @@ del random, torch, numpy, m"""
 
 REFUSED: set[str] = set()
 """Cases that ddip refuses, although a script could give the same values."""
+
+
+# -- the record of the session
+
+
+def test_a_history_that_has_dropped_cells_is_cut() -> None:
+    history = History()
+    done: Future[None] = Future()
+    done.set_result(None)
+    history.begin_session()
+    for _ in range(KEPT):
+        history.add(SimpleNamespace(submitted=time.time(), done=done))  # type: ignore[arg-type]
+    assert not history.is_cut
+    history.add(SimpleNamespace(submitted=time.time(), done=done))  # type: ignore[arg-type]
+    assert history.is_cut
+    history.begin_session()
+    assert not history.is_cut
+
+
+def test_a_push_is_kept_as_it_was_up_to_a_limit() -> None:
+    history, value = History(), [1]
+    history.note_push(3, {"x": value}, range(2), 100)
+    value.append(2)
+    history.note_push(4, {"x": value}, [1], SENT_BYTES + 1)
+    first, second = history.sent
+    assert (first.number, first.names, first.ranks, second.ranks, second.data) == (3, ("x",), (0, 1), (1,), None)
+    assert first.data is not None
+    assert pickle.loads(first.data) == {"x": [1]}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differs"),
+    [
+        (1.0, NAN, True),
+        (NAN, NAN, False),
+        (1, 1.0, True),
+        (float("inf"), float("inf"), False),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1]), True),
+        (torch.tensor([1j]), torch.tensor([2j]), True),
+        (torch.ones(2), torch.ones(1), True),
+        (torch.ones(1), torch.ones(1, dtype=torch.float64), True),
+        ([1, 2], [1], True),
+        ("a", "b", True),
+        (numpy.float64(1), numpy.float64(2), True),
+    ],
+)
+def test_values_are_compared_strictly(ours: object, theirs: object, differs: bool) -> None:
+    packed = [values.pack_values({"x": value}, ["x"]) for value in (ours, theirs)]
+    assert [refused for _, refused in packed] == [{}, {}]
+    found = values.compare_values(packed[0][0], packed[1][0]).values()
+    assert any(isinstance(one, str) or not one <= check.TOLERANCE for one in found) == differs
