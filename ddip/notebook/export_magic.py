@@ -59,7 +59,7 @@ class ExportMagics(Magics):
         "--check",
         nargs="*",
         metavar="NAME",
-        help="Run the script under torchrun, and compare these variables; default: all modules.",
+        help="Run the script under torchrun, and compare these variables and all modules.",
     )
     @line_magic
     def dipexport(self, line: str = "") -> None:
@@ -84,7 +84,7 @@ class ExportMagics(Magics):
         numbers = None if args.cells is None else _checked_numbers(args.cells, session)
         names = _checked_names(args.check or [], group)
         expected = [] if args.check is None else self._fetch_results(group, names)
-        results = names or sorted({name for packed in expected for name in values.packed_names(packed)})
+        results = sorted({name for packed in expected for name in values.packed_names(packed)})
         choice = Choice(numbers, args.last, args.partial, args.check is not None, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
         refusals = [one for one in plan.refusals if not (one.is_doubt and choice.checked)]
@@ -101,6 +101,8 @@ class ExportMagics(Magics):
                 return script.write_script(plan, session, choice, path.name, f".{data}", check.last_line(results, to))
 
             print(check.compare_script(script_storing, path, session, expected, plan.data))
+            for text in dict.fromkeys(one.text for one in plan.refusals):
+                print(f"ddip: other values may differ: {text}")
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
@@ -142,7 +144,7 @@ class ExportMagics(Magics):
         )
 
     def _fetch_results(self, group: Group, names: list[str]) -> list[bytes]:
-        """Return each rank's values of `names`, or of all modules; raises BadInput if one has no values."""
+        """Return each rank's values of `names` and of all modules; raises BadInput if one has no values."""
         from ddip.protocol import on_rank
         from ddip.sharded import values
 

@@ -15,13 +15,10 @@ PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def pack_values(variables: Mapping[str, Any], names: list[str]) -> tuple[bytes, dict[str, str]]:
-    """Return this rank's part of the values of `names`, and the reason for each name that has none.
-
-    Without names, all modules among the `variables` are described.
-    """
+    """Return this rank's part of the values of `names` and of all modules, and a reason for each name without one."""
     modules = [name for name, value in variables.items() if isinstance(value, torch.nn.Module) and name[0] != "_"]
     flat, refused = dict[str, Any](), dict[str, str]()
-    for name in names or modules:
+    for name in dict.fromkeys([*names, *modules]):
         if name not in variables:
             refused[name] = "there is no such variable"
             continue

@@ -7,5 +7,5 @@ from ddip.sharded import values
 
 
 def pack_results(names: list[str]) -> tuple[bytes, dict[str, str]]:
-    """Return this rank's values of `names`, or of all modules, and the reason for each name that has none."""
+    """Return this rank's values of `names` and of all modules, and the reason for each name that has none."""
     return values.pack_values(user_namespace(), names)
