@@ -15,7 +15,7 @@ PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def pack_values(variables: Mapping[str, Any], names: list[str]) -> tuple[bytes, dict[str, str]]:
-    """Return this rank's part of the values of `names` and of all modules, and a reason for each name without one."""
+    """Return this rank's values of `names` and of all modules, and why a name has none."""
     modules = [name for name, value in variables.items() if isinstance(value, torch.nn.Module) and name[0] != "_"]
     flat, refused = dict[str, Any](), dict[str, str]()
     for name in dict.fromkeys([*names, *modules]):
