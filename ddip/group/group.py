@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -35,6 +36,8 @@ from ddip.group.cells.cell_state import Limits
 from ddip.group.cells.comms import Comms
 from ddip.group.cells.history import History
 from ddip.group.cells.running import RunningCell
+from ddip.group.debugging import ide
+from ddip.group.debugging.ide import IdeAccess
 from ddip.group.lifecycle import SAME, Lifecycle, Parts, ignore_progress, own_cluster
 from ddip.group.members import placement
 from ddip.group.members.members import Member
@@ -174,6 +177,7 @@ class Group:
         chosen = gpus if gpus is None or gpus == "all" else tuple(gpus)
         request = Request(n, chosen, backend, app, tuple(hosts), reach or Reach())
         self._modules = Modules()
+        self._ide_token = secrets.token_hex(16)
         self.lifecycle = Lifecycle(request, self._new_cluster, self.options, self.history, progress)
 
     def __enter__(self) -> Group:
@@ -592,6 +596,38 @@ class Group:
             if cell.done.done():
                 cell.noted = True
                 inform(f"{cell.text} {cell.outcome_text}")
+
+    def serve_ide(self, ranks: Sequence[int] | None = None) -> IdeAccess:
+        """Let an IDE, such as VS Code, attach to ranks with the Debug Adapter Protocol.
+
+        Returns the ports and the token. The service slows Python code down until `end_ide`. If it runs already, the
+        ports stay the same.
+
+        Parameters
+        ----------
+        ranks
+            Ranks to debug. Default: all.
+
+        Returns
+        -------
+        IdeAccess
+            ``str`` of it describes how to attach, with the contents of ``launch.json``.
+
+        Raises
+        ------
+        BadInput
+            For a rank outside the group.
+        GroupError
+            If debugpy is not installed on a rank, or a rank is lost or busy.
+        """
+        where = self._checked(ranks)
+        with self.lifecycle.turn:
+            self.lifecycle.ensure_ready(where, needs_group=False)
+            return ide.serve_ide(self.ranks, where, self._ide_token)
+
+    def end_ide(self) -> None:
+        """End the service for IDEs on all ranks: they detach, and ranks that have stopped in one continue."""
+        ide.end_ide(self.ranks, range(self.world_size))
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).

@@ -191,10 +191,16 @@ class CellMagics(Magics):
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
 
-    @with_examples("%dipdebug          the last error, or the background cell that waits", "%dipdebug -r 2")
+    @with_examples(
+        "%dipdebug          the last error, or the background cell that waits",
+        "%dipdebug -r 2",
+        "%dipdebug --dap    attach VS Code, or another IDE",
+    )
     @magic_arguments()
     @argument("number", nargs="?", metavar="CELL", help="Number of a background cell that waits at a breakpoint.")
     @argument("-r", "--rank", metavar="RANK", help="Rank whose error to debug; default: the first that has failed.")
+    @argument("--dap", action="store_true", help="Let an IDE attach to all ranks, or to that of -r; print how.")
+    @argument("--off", action="store_true", help="End --dap: IDEs detach.")
     @line_magic
     def dipdebug(self, line: str = "") -> None:
         """Open the debugger at the error of the last cell, or in a background cell at a breakpoint.
@@ -212,7 +218,13 @@ class CellMagics(Magics):
                     f"%dipdebug -r {args.rank}: type one rank of 0-{group.world_size - 1}, as in %dipdebug -r 0"
                 )
             rank = int(args.rank)
-        group.debug(rank, number)
+        if args.off:
+            group.end_ide()
+            self._main.confirm_done("no IDE can attach to the ranks any more")
+        elif args.dap:
+            print(group.serve_ide(None if rank is None else [rank]))
+        else:
+            group.debug(rank, number)
 
     @with_examples("%dipper g")
     @magic_arguments()

@@ -40,7 +40,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 22
+VERSION = 23
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -195,6 +195,10 @@ def run_app_command(module: str, text: str) -> str | None: ...
 def describe_shards(name: str) -> ShardsReport: ...
 
 
+@remote("debugging.ide.serve_ide", "starting the service for an IDE")
+def serve_ide(token: str) -> int | str: ...
+
+
 @remote("profiling.profiling.prepare_profile", "preparing the profile")
 def prepare_profile() -> None: ...
 
@@ -268,6 +272,10 @@ def has_kept_error() -> bool: ...
 
 @remote("debugging.questions.give_answer")
 def give_answer(number: int, text: str | None) -> None: ...
+
+
+@remote("debugging.ide.end_ide", own_thread=True)
+def end_ide() -> None: ...
 
 
 @remote("runtime.stacks.main_thread_location")

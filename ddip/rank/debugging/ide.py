@@ -1,0 +1,225 @@
+"""Let an IDE debug this rank: debugpy's debugger in this process, behind a port with a token.
+
+Debugging slows Python code down, so it is on only between `serve_ide` and `end_ide`. The debugger stops all threads of
+a process but those marked for it. The rank's own threads are marked, so that the notebook can talk to a rank that has
+stopped. Before Python 3.12, tracing is on only in cells; in ddip's own code, the debugger stops in no version.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ddip.protocol.compat_debugpy import NAMES
+from ddip.rank.debugging.dap_gate import DapGate
+from ddip.rank.runtime import stacks
+
+UNTRACED = ("ddip", "debugpy", "IPython", "ipykernel", "traitlets", "tornado", "zmq")
+"""Packages in which the IDE does not stop, even with ``justMyCode: false``."""
+NOT_INSTALLED = "debugpy is not installed where the ranks run; type %pip install debugpy"
+
+
+class IdeService:
+    """The debugger of this process and the gate to it."""
+
+    def __init__(self, pydevd: Any, token: str, shell: Any) -> None:
+        """Start the debugger and open the port; runs on the main thread.
+
+        The kernel of `shell` tells the notebook whether the rank has stopped.
+        """
+        self._pydevd = pydevd
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread():
+                _hide_thread(thread)
+        pydevd.SetupHolder.setup = {"client": "", "server": False, "port": 0, "multiprocess": False, "ppid": 0}
+        settrace = sys.settrace
+        self._debugger = pydevd.PyDB()
+        sys.settrace = settrace  # pydevd's own prints a warning for each call
+        folders = [os.path.dirname(sys.modules[name].__file__ or "") for name in UNTRACED if name in sys.modules]
+        pydevd.PyDevdAPI().set_dont_trace_start_end_patterns(self._debugger, tuple(folders), ())
+        self._is_interrupted = False
+        self._wait_suspended = self._debugger.do_wait_suspend
+        self._debugger.do_wait_suspend = self._wait_in_ide
+        self._debugger.ready_to_run = True
+        self._debugger.start_auxiliary_daemon_threads()
+        self._shell, self._send_pause = shell, shell.kernel.send_pause
+        self._files: set[Path] = set()
+        """Files with the source of cells: an IDE sets breakpoints only in files."""
+        shell.events.register("pre_run_cell", self._write_cell)
+        atexit.register(self._remove_files)
+        self._is_stopped = False
+        self.gate = DapGate(token, _start_thread, self._connect)
+        self.gate.on_stopped = self._note_stopped
+
+    def _connect(self, end: socket.socket) -> None:
+        self._debugger.initialize_network(end, terminate_on_socket_close=False)
+
+    def _note_stopped(self, is_stopped: bool) -> None:
+        if is_stopped != self._is_stopped:
+            self._is_stopped = is_stopped
+            stacks.at_prompt += 1 if is_stopped else -1
+            self._send_pause(is_stopped)
+
+    def _write_cell(self, info: Any) -> None:
+        """Write the source of the cell that begins to the file that its code is named after."""
+        file = Path(self._shell.compile.get_code_name(info.raw_cell, info.raw_cell, 0))
+        if file.is_absolute() and not file.exists():
+            with contextlib.suppress(OSError):  # a full disk: breakpoints can still be set in other files
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                file.write_text(info.raw_cell)
+                self._files.add(file)
+
+    def _remove_files(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.unlink()
+                file.parent.rmdir()  # unless it still contains files
+
+    def trace(self) -> None:
+        """Trace the main thread and threads that it starts, for the cell that begins."""
+        self._pydevd.settrace(suspend=False, patch_multiprocessing=False)
+
+    @stacks.never_interrupted
+    def _wait_in_ide(self, thread: threading.Thread, frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+        """Wait until the IDE continues `thread`, which has stopped at `frame`.
+
+        An interrupt would leave the debugger's wait with the thread marked as stopped, so it is raised after the wait.
+        """
+        result = self._wait_suspended(thread, frame, *args, **kwargs)
+        if self._is_interrupted and thread is threading.main_thread():
+            self._is_interrupted = False
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                handler(signal.SIGINT, frame)
+        return result
+
+    def resume_for_interrupt(self) -> None:
+        """Continue all threads that have stopped, and interrupt the main thread; runs on any thread."""
+        if self._is_stopped:
+            self._is_interrupted = True
+            self._pydevd.PyDevdAPI().request_resume_thread("*")
+
+    def stop_at(self, frame: FrameType) -> None:
+        """Stop at the next line of `frame`."""
+        self._pydevd.settrace(
+            suspend=True, trace_only_current_thread=True, patch_multiprocessing=False, stop_at_frame=frame
+        )
+
+    def close(self) -> None:
+        """End the debugger and close the port; takes 0.5 s."""
+        self._shell.events.unregister("pre_run_cell", self._write_cell)
+        atexit.unregister(self._remove_files)
+        self._remove_files()
+        self.gate.close()
+        self._pydevd.stoptrace()
+
+
+_service: IdeService | None = None
+_is_stale = False
+"""True if the service has ended, but the main thread may still have its trace functions."""
+
+
+def serve_ide(token: str) -> int | str:
+    """Open a port for an IDE that knows `token`, and return it; return the error text if debugpy cannot be used.
+
+    Runs on the main thread, and returns the same port if the service runs already.
+    """
+    global _service
+    if _service is not None:
+        return _service.gate.port
+    if not NAMES.is_installed:
+        return NOT_INSTALLED
+    pydevd = _import_pydevd()
+    if refusal := NAMES.find_refusal():
+        return refusal
+    from IPython.core.getipython import get_ipython
+
+    _service = IdeService(pydevd, token, get_ipython())
+    return _service.gate.port
+
+
+def end_ide() -> None:
+    """End the service, if there is one: a rank that has stopped continues, and the port is closed."""
+    global _service, _is_stale
+    service, _service = _service, None
+    if service is not None:
+        _is_stale = True
+        service.close()
+
+
+def trace_cell() -> None:
+    """Trace the cell that begins, if an IDE is served; remove what the service has left if it has ended."""
+    global _is_stale
+    if _service is not None:
+        _service.trace()
+    elif _is_stale:
+        _is_stale = False
+        sys.settrace(None)
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            frame.f_trace = None
+            frame = frame.f_back
+
+
+def resume_for_interrupt() -> None:
+    """Continue a rank that has stopped in an IDE, since an interrupt is delayed until the debugger has returned."""
+    if _service is not None:
+        _service.resume_for_interrupt()
+
+
+def stop_in_ide(frame: FrameType | None) -> bool:
+    """Stop at `frame` in the IDE that is attached; return False if there is none."""
+    if _service is None or frame is None or not _service.gate.is_attached:
+        return False
+    _service.stop_at(frame)
+    return True
+
+
+def _end_in_fork() -> None:
+    """Turn tracing off in a process that a cell has forked, where the debugger's threads do not run."""
+    global _service
+    if _service is not None:
+        _service = None
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(sys.monitoring.DEBUGGER_ID, 0)
+
+
+os.register_at_fork(after_in_child=_end_in_fork)
+
+
+def _import_pydevd() -> Any:
+    """Import debugpy's debugger, silently and without its replacement for ``breakpoint()``."""
+    hook, switch = sys.breakpointhook, "PYDEVD_DISABLE_FILE_VALIDATION"
+    former = os.environ.get(switch)
+    os.environ[switch] = "1"  # else it prints that modules of Python are frozen
+    try:
+        from debugpy.server import api
+    finally:
+        sys.breakpointhook = hook
+        if former is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = former
+    return api.pydevd  # type: ignore[attr-defined]
+
+
+def _hide_thread(thread: threading.Thread) -> None:
+    """Make the debugger neither stop nor show `thread`."""
+    thread.is_pydev_daemon_thread = thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+
+
+def _start_thread(function: Callable[..., object], *args: Any) -> None:
+    thread = threading.Thread(target=function, args=args, name="ddip-ide", daemon=True)
+    _hide_thread(thread)
+    thread.start()

@@ -1,0 +1,178 @@
+"""``%dipdebug --dap``: an IDE attaches to ranks with the Debug Adapter Protocol."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .dap_client import DapClient
+from .notebook import Notebook
+from .test_debugger import PROOF, SETUP
+
+STEPS = "%%dip\nresult = train(10, stop_at=(1, 3))\nassert_same(result, train(10))"
+
+
+class Ide:
+    """The notebook and the launch configurations of its ranks."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self.notebook = notebook
+        text = notebook.ok("%dipdebug --dap").stdout
+        self.file = json.loads(text[text.index("{") :])
+        self.launch: list[dict[str, Any]] = self.file["configurations"]
+        self.clients: list[DapClient] = []
+
+    def connect(self, rank: int) -> DapClient:
+        """Connect to the port of `rank`."""
+        self.clients.append(DapClient(self.launch[rank]["connect"]["port"]))
+        return self.clients[-1]
+
+    def attach(self, rank: int, *breakpoints: tuple[str, int]) -> DapClient:
+        """Attach to `rank` with breakpoints."""
+        client = self.connect(rank)
+        client.attach(self.launch[rank], *breakpoints)
+        return client
+
+
+@pytest.fixture
+def ide(notebook: Notebook) -> Iterator[Ide]:
+    """Serve the three ranks, which have defined `train` and `assert_same`, to IDEs."""
+    notebook.ok(f"%%dip\n{SETUP}")
+    opened = Ide(notebook)
+    yield opened
+    for client in opened.clients:
+        client.close()
+    notebook.ok("%dipdebug --off")
+    threads = "[thread.name for thread in threading.enumerate() if 'pydev' in thread.name or 'ide' in thread.name]"
+    notebook.ok(f"%%dip\nimport sys, threading\nassert sys.gettrace() is None and not {threads}, {threads}")
+    for configuration in opened.launch:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", configuration["connect"]["port"]))
+
+
+def test_training_goes_on_after_steps_in_the_ide(ide: Ide) -> None:
+    client = ide.attach(1)
+    cell = ide.notebook.begin(STEPS)
+    thread, frame = client.wait_for_stop()
+    assert (frame["name"], client.evaluate("step", frame)) == ("train", "3")
+    for _ in range(5):
+        client.request("next", threadId=thread)
+        thread, frame = client.wait_for_stop()
+    assert client.evaluate("float(loss) > 0", frame) == "True"
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+    ide.notebook.ok("%%dip\nassert_same(result, train(10))")
+
+
+def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
+    pid = ide.notebook.ok("%%dip -r 2\nimport os\nprint(os.getpid())").stdout.strip()
+    (ide.notebook.folder / "shapes.py").write_text("def double(x):\n    y = x + x\n    return y\n")
+    client = ide.attach(2, (str(ide.notebook.folder / "shapes.py"), 3))
+    code = "%%dip -r 2\nimport shapes\nbreakpoint()\na = 1\nb = shapes.double(rank)"
+    cell = ide.notebook.begin(code)
+    thread, frame = client.wait_for_stop()
+    source = Path(frame["source"]["path"]).read_text()
+    assert source.splitlines()[frame["line"] - 1] in ("breakpoint()", "a = 1")
+    client.set_breakpoint(frame["source"]["path"], 4)
+    lines = []
+    for _ in range(2):
+        client.request("continue", threadId=thread)
+        thread, frame = client.wait_for_stop()
+        lines.append((frame["name"], frame["line"]))
+        if frame["name"] == "double":
+            assert client.evaluate("y", frame) == "4"
+    assert lines == [("<module>", 4), ("double", 3)]
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+    client.close()
+    ide.notebook.ok("%dipdebug --off")
+    assert not Path(tempfile.gettempdir(), f"ipykernel_{pid}").exists()
+
+
+def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
+    notebook, client = ide.notebook, ide.attach(1)
+    notebook.ok("%config DipMagics.stall_timeout = 1\n%config DipMagics.failure_grace = 0.2")
+    cell = notebook.begin("%%dip --timeout 3\nif rank == 1: breakpoint()\ndist.barrier()")
+    thread, _ = client.wait_for_stop()
+    time.sleep(4)  # longer than the cell's timeout
+    client.request("continue", threadId=thread)
+    shown = notebook.finish(cell)
+    assert (shown.status, "no rank has made progress" in shown.text) == ("ok", False), shown.message
+    notebook.ok("%config DipMagics.stall_timeout = 10\n%config DipMagics.failure_grace = 1")
+
+
+def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
+    client = ide.attach(1)
+    cell = ide.notebook.begin("%%dip\nkept = rank\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1")
+    client.wait_for_stop()
+    ide.notebook.interrupt()
+    assert ide.notebook.finish(cell).error == "CellInterrupted"
+    ide.notebook.ok("%%dip\nassert kept == rank and 'late' not in globals()")
+    ide.notebook.ok(PROOF)
+    cell = ide.notebook.begin(STEPS)
+    thread, _ = client.wait_for_stop()
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+
+
+@pytest.mark.parametrize("how", ["disconnect", "crash", "--off"])
+def test_a_rank_continues_without_its_ide(ide: Ide, how: str) -> None:
+    client = ide.attach(1)
+    run = ide.notebook.begin(STEPS.replace("%%dip", "%%dip --bg"))
+    client.wait_for_stop()
+    ide.notebook.finish(run)
+    if how == "disconnect":
+        assert client.request("disconnect", terminateDebuggee=True)["success"]
+    elif how == "crash":
+        client.close()
+    else:
+        ide.notebook.ok("%dipdebug --off")
+    ide.notebook.ok("%dipwait")
+    ide.notebook.ok("%%dip\nassert_same(result, train(10))")
+    client.close()
+    if how != "--off":  # the port is free again
+        wait_until(lambda: ide.connect(1).greet(**ide.launch[1])["success"])
+
+
+def test_only_a_client_with_the_token_attaches(ide: Ide) -> None:
+    for token in ({}, {"ddipToken": "0" * 32}, {"ddipToken": 7}):
+        client = ide.connect(0)
+        answer = client.greet(**{**ide.launch[0], "ddipToken": None, **token})
+        assert not answer["success"] and "%dipdebug --dap" in answer["message"], answer
+        assert client.is_closed()
+    for words in (b"GET / HTTP/1.0\r\n\r\n", b"Content-Length: 99999999\r\n\r\n", b"Content-Length: 2\r\n\r\n[]"):
+        client = ide.connect(0)
+        client.socket.sendall(words)
+        assert client.is_closed()
+    ide.attach(0)
+    second = ide.connect(0).greet(**ide.launch[0])
+    assert not second["success"] and "another IDE" in second["message"]
+
+
+def test_a_forked_worker_is_not_traced(ide: Ide) -> None:
+    ide.attach(0)
+    ide.notebook.ok(
+        "%%dip\n"
+        "import sys, torch.utils.data\n"
+        "class Traces(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return int(sys.gettrace() is not None)\n"
+        "loader = torch.utils.data.DataLoader(Traces(), num_workers=2, multiprocessing_context='fork')\n"
+        "assert [int(each) for each in loader] == [0] * 4"
+    )
+
+
+def test_the_launch_file_names_ranks(notebook: Notebook) -> None:
+    one = notebook.ok("%dipdebug --dap -r 2").stdout
+    assert 'start "ddip rank 2"' in one and '"compounds": []' in one
+    assert Ide(notebook).file["compounds"][0]["configurations"] == [f"ddip rank {rank}" for rank in range(3)]
+    again = notebook.ok("%dipdebug --dap -r 2").stdout
+    assert json.loads(again[again.index("{") :]) == json.loads(one[one.index("{") :])
+    notebook.ok("%dipdebug --off")
