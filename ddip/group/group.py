@@ -36,6 +36,7 @@ from ddip.group.cells.cell_state import Limits
 from ddip.group.cells.comms import Comms
 from ddip.group.cells.history import History
 from ddip.group.cells.running import RunningCell
+from ddip.group.cells.script_file import find_script
 from ddip.group.debugging import ide
 from ddip.group.debugging.ide import IdeAccess
 from ddip.group.lifecycle import SAME, Lifecycle, Parts, ignore_progress, own_cluster
@@ -716,7 +717,8 @@ class Group:
     def _asked_of_ranks(self, code: str, log: str = "", break_on: Sequence[int] | None = None) -> CellOptions:
         """Return options of the cell `code` for its ranks, from the arguments of `run`.
 
-        Raises BadInput if the `log` files cannot be written, or for a rank in `break_on` outside the group.
+        Raises BadInput if the `log` files cannot be written, for a rank in `break_on` outside the group, and for a
+        ``%diprun`` whose script ranks cannot run.
         """
         asked: CellOptions = {"log": str(logs.resolve_prefix(log))} if log else {}
         if break_on is not None:
@@ -725,6 +727,8 @@ class Group:
             asked["keep_frames"] = True
         if code.lstrip().startswith(DEBUG):
             asked["debugs"] = True
+        if (script := find_script(code)) is not None:
+            asked["script"] = script
         return asked
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 LOCAL_MAGICS = [
     "makedip",
     "dip",
+    "diprun",
     "autodip",
     "dipush",
     "dipull",

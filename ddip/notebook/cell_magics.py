@@ -1,10 +1,11 @@
 """Magics for running and ended cells: ``%dipcells``, ``%dipcell``, ``%dipwait``, ``%dipstop``, ``%dipstack``,
-``%dipdebug`` and ``%dipstatus``; ``%dipper``."""
+``%dipdebug`` and ``%dipstatus``; ``%diprun``, whose cell is a script; ``%dipper``."""
 
 from __future__ import annotations
 
 import json
 import keyword
+import shlex
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
 from ddip.errors import STOPPED, BadInput, CellError, GroupError, RankError
-from ddip.notebook import arguments
+from ddip.notebook import arguments, script_line
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import notify
@@ -85,6 +86,51 @@ class CellMagics(Magics):
     def close(self) -> None:
         """Remove the event handler from IPython."""
         self.shell.events.unregister("pre_run_cell", self._report_failures)
+
+    @with_examples(
+        "%diprun train.py --lr 0.1            run a script on every rank",
+        "%diprun -m package.train --lr 0.1    run a module, as python -m does",
+        "%diprun -S all train.py              show all ranks' output, in tabs",
+        "%diprun --bg train.py                run it in the background",
+    )
+    @magic_arguments()
+    @argument("-r", "--ranks", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
+    @argument("-S", "--see", metavar="RANK", help="Show the output of these ranks, or all; default 0.")
+    @argument("--bg", action="store_true", help="Run in the background, and return at once; %%dipwait waits for it.")
+    @argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="Stop the script after this time: it fails, and the ranks keep all variables.",
+    )
+    @argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module, as for python -m.")
+    @argument("script", metavar="SCRIPT", nargs="?", help="Python file, relative to the notebook's folder.")
+    @argument("args", metavar="ARGUMENT", nargs="...", help="Arguments of the script; ddip reads no options in them.")
+    @line_magic
+    def diprun(self, line: str = "") -> None:
+        """Run a script for torchrun unchanged on every rank of the group, as one cell.
+
+        The script has its own __main__, like a script that %run runs, and its own command line. Its variables are then
+        variables of the ranks, even if it fails. For other options of %%dip, such as --profile, type the line without
+        options in a %%dip cell.
+        """
+        options, words = script_line.split_line(line, self.diprun.parser)
+        args = arguments.parse_line(self.diprun, "%diprun", options)
+        group = self._main.require_group("%diprun")
+        size = group.world_size
+        ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks([args.ranks], size, "-r")
+        see = None if args.see is None else [args.see]
+        shown = arguments.ranks_to_show(see, ranks, size, self._main.show_ranks)
+        seconds = None if args.timeout is None else arguments.parse_seconds(args.timeout, "--timeout", 0.1)
+        code = shlex.join(["%diprun", *(["-m"] if args.module else []), *words])
+        try:
+            if args.bg:
+                group.start(code, ranks, show_ranks=shown, timeout=seconds)
+            else:
+                tell = self._main.autodipper.state != "off"
+                group.run(code, ranks, show_ranks=shown, timeout=seconds, tell=tell)
+        except CellError as error:
+            self._main.hints.explain(error)
+            raise
 
     @magic_arguments()
     @argument("-a", "--all", action="store_true", help=f"List all known cells, not only the last {LISTED}.")

@@ -86,7 +86,7 @@ class MagicCompleter:
                 return apps.app_names()
             case "CELL":
                 return [] if group is None else [str(cell.number) for cell in group.history]
-            case "FOLDER" | "PATH":
+            case "FOLDER" | "PATH" | "SCRIPT" | "ARGUMENT":
                 paths = sorted(glob.glob(f"{glob.escape(token)}*"))
                 return [f"{path}/" if os.path.isdir(path) else path for path in paths]
         return kind.split("|") if "|" in kind else []

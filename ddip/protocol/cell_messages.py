@@ -41,6 +41,15 @@ class AskedQuestion(TypedDict):
     """Text that the debugger has written since its last question."""
 
 
+class ScriptFile(TypedDict):
+    """The script of a ``%diprun`` cell, as the notebook finds it."""
+
+    folder: str
+    """The notebook's working folder, in which a relative path begins and modules are found."""
+    digest: str
+    """SHA-256 of the script in hexadecimal digits; empty for a module (``-m``), which only the ranks look for."""
+
+
 class CellOptions(TypedDict, total=False):
     """Facts about a cell that a rank needs besides its code."""
 
@@ -66,6 +75,8 @@ class CellOptions(TypedDict, total=False):
     """Ranks on which ``breakpoint()`` stops; missing: all."""
     profile: str
     """Folder for the traces of a profile."""
+    script: ScriptFile
+    """Script that the cell runs; missing unless it is a ``%diprun`` cell."""
 
 
 class CellRequest(TypedDict):

@@ -15,7 +15,8 @@ process."""
 class StackLocation:
     """Position of a rank's main thread in its cell.
 
-    `cell`, `line` and `source` describe the innermost line of the stack that the user wrote in a cell.
+    `cell` or `script`, `line` and `source` describe the innermost line of the stack that the user wrote in a cell, or
+    in a script that ``%diprun`` has run.
     """
 
     function: str = ""
@@ -23,7 +24,7 @@ class StackLocation:
     cell: int | None = None
     """Number of the cell that contains the line; None if the stack has no line of a cell."""
     line: int = 0
-    """Number of the line in its cell, from 1; 0 if there is none."""
+    """Number of the line in its cell or script, from 1; 0 if there is none."""
     source: str = ""
     """Text of the line."""
     inner: str = ""
@@ -37,6 +38,13 @@ class StackLocation:
     """
     collective: str = ""
     """Description of the current or last collective of the rank; only set in a `Stack`."""
+    script: str = ""
+    """Name of the script that contains the line; empty if a cell does."""
+
+    @property
+    def line_text(self) -> str:
+        """The line that the user wrote, such as ``cell [12] line 3`` or ``train.py line 3``; may be empty."""
+        return f"{self.script or f'cell [{self.cell}]'} line {self.line}" if self.line else ""
 
     def __str__(self) -> str:
         if self.state == "stopped":
@@ -44,8 +52,8 @@ class StackLocation:
         held = self.state == "gil_held"
         if self.state != "busy" and not held:
             return self.state
-        where = f"cell [{self.cell}] line {self.line}" if self.cell is not None else self.inner or "awaiting something"
-        if self.function and (self.cell is not None or held):
+        where = self.line_text or self.inner or "awaiting something"
+        if self.function and (self.line or held):
             where = f"{self.function}, {where}"
         return f"{where}, and it does not answer: C code may hold the interpreter" if held else where
 

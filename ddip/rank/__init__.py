@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -12,3 +13,8 @@ def user_namespace() -> dict[str, Any]:
     shell = get_ipython()
     assert shell is not None
     return shell.user_ns  # type: ignore[no-any-return]
+
+
+def current_variables() -> dict[str, Any]:
+    """Return a copy of the namespace of cells, with the variables of a running script in place of its own."""
+    return {**user_namespace(), **vars(sys.modules["__main__"])}

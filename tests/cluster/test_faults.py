@@ -166,7 +166,10 @@ def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str)
 @pytest.mark.grid(in_ci=True)
 @on_stages("DDP backward")
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, stage: str) -> None:
+def test_when_one_rank_finishes_a_stop_ends_the_others(
+    four_ranks: ddip.Group, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.RunningCell, "_wait_in_vain", lambda *_: False)  # it might end the wait first
     thread = do_when_ranks_wait(four_ranks, press_stop)
     with pytest.raises(CellInterrupted, match="ranks 1-3$"):
         four_ranks.run(f"if rank:\n    {STAGES[stage]}")
@@ -176,7 +179,10 @@ def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, s
 
 @on_stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the other stages behave as above
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group, stage: str, clock: Clock) -> None:
+def test_when_one_rank_finishes_a_timeout_ends_the_others(
+    four_ranks: ddip.Group, stage: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.RunningCell, "_wait_in_vain", lambda *_: False)  # it might end the wait first
     thread = do_when_ranks_wait(four_ranks, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
         four_ranks.run(f"if rank:\n    {STAGES[stage]}", timeout=60)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from .dap_client import DapClient
+from .leftovers import wait_until
 from .notebook import Notebook
 from .test_debugger import PROOF, SETUP
 

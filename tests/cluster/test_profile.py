@@ -88,7 +88,7 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     assert rank_names == {1: "rank 0", 2: "rank 1"}
     work = [event for event in merged["traceEvents"] if event["name"] == "gloo:all_reduce"]
     ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in rank_names]
-    assert abs(ends[0] - ends[1]) < 50_000  # microseconds: the last all_reduce ends on both ranks together
+    assert abs(ends[0] - ends[1]) < 250_000  # microseconds: it ends on both together
 
 
 def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

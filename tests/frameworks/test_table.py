@@ -13,11 +13,12 @@ from ..cluster.meanwhile import meanwhile, press_stop
 from .table import RANKS, STEPS, Losses, Script
 
 WITHIN = 1e-6
+CALL = "losses = train(lambda step: None)"
 
 
 def train_in_cell(ranks: ddip.Group) -> Losses:
     """Train in a cell, and return the losses."""
-    ranks.run("losses = train(lambda step: None)")
+    ranks.run(CALL)
     return [found["losses"] for found in ranks.pull_all(["losses"], range(RANKS))[0]]
 
 
@@ -57,3 +58,10 @@ def test_the_losses_after_a_stop_equal_torchrun(ranks: ddip.Group, script: Scrip
         """)
     thread.join()
     assert are_same(train_in_cell(ranks), script.under_torchrun)
+
+
+def test_the_losses_of_a_file_equal_torchrun(ranks: ddip.Group, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{script.code}\n\nif __name__ == '__main__':\n    {CALL}\n")
+    ranks.run(f"%diprun {tmp_path / 'train.py'}")
+    losses = [found["losses"] for found in ranks.pull_all(["losses"], range(RANKS))[0]]
+    assert are_same(losses, script.under_torchrun)

@@ -79,6 +79,10 @@ LINES = {
         "--from 0 1 ¦ "
         "there --from 0,1 ¦ there --from all ¦ there -r 1 ¦ 'there ¦ there.x ¦ --from '' ¦ there_lock"
     ),
+    "%diprun": (
+        " ¦ nowhere.py ¦ -m ¦ -m no_such_module ¦ -m x.py ¦ . ¦ -x a.py ¦ --nproc-per-node 2 a.py ¦ -r 9 a.py ¦ "
+        "-r x a.py ¦ -r ¦ -S 9 a.py ¦ --timeout a.py ¦ --timeout 0 a.py ¦ 'a.py ¦ -h ¦ --bg ¦ a.py -r 0"
+    ),
     "%dipcells": ("5 ¦ -a 3 ¦ all ¦ --al ¦ -n 3 ¦ 'x ¦ --json"),
     "%dipstatus": ("5 ¦ --jsn ¦ -i ¦ json ¦ 'x ¦ -json"),
     "%dipcell": ("999 ¦ 0 ¦ -1 ¦ x ¦ 1 2 ¦ 1,2 ¦ 1.5 ¦ '1 ¦ last ¦ -n 1 ¦ \u0661 ¦ 99999999999999999999999 ¦ [1]"),
@@ -96,7 +100,7 @@ NEEDING_A_GROUP = (
     "%dipshards model ¦ %dipcheck ¦ %dipsync ¦ %dipcells ¦ %dipcell ¦ %dipcell 1 ¦ %dipwait ¦ %dipwait 1 ¦ "
     "%dipstop ¦ %dipstop 1 ¦ %dipstack ¦ %dipwatch ¦ %dipwatch --once ¦ %dipwatch off ¦ %dipper g ¦ %dipstatus ¦ "
     "%makedip -i ¦ %makedip --repair ¦ %makedip -k ¦ %autodip ¦ %autodip off ¦ %dipull ¦ %dipush no_such ¦ "
-    "%%dip -r x ¦ %%dip -S"
+    "%%dip -r x ¦ %%dip -S ¦ %diprun a.py"
 )
 WHILE_BUSY = (
     "%%dip ¦ %%dip -r 0 ¦ %%dip --bg ¦ %%dip -a patches ¦ %dipush data ¦ %dipull there ¦ %dipull there -r 1 ¦ "

@@ -187,7 +187,7 @@ def tell_aborted(reports: Mapping[int, CellReport | None]) -> None:
     for rank, report in sorted(reports.items()):
         for tensor in [] if report is None else report.get("aborted", []):
             place = StackLocation(**tensor["place"])
-            source = f"`{place.source}` (cell [{place.cell}] line {place.line})"
+            source = f"`{place.source}` ({place.line_text})"
             ranks_of.setdefault((source, tensor["restored"]), []).append(rank)
     for (source, restored), ranks in ranks_of.items():
         if restored:

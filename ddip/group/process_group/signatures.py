@@ -91,6 +91,6 @@ def _lines_text(by_rank: Mapping[int, tuple[str, dict[str, object] | None]]) -> 
     by_line: dict[str, list[int]] = {}
     for rank, (signature, place) in by_rank.items():
         location = StackLocation() if place is None else StackLocation(**place)  # type: ignore[arg-type]
-        where = "" if location.cell is None else f", cell [{location.cell}] line {location.line}: {location.source}"
+        where = f", {location.line_text}: {location.source}" if location.line else ""
         by_line.setdefault(f"{signature}{where}", []).append(rank)
     return "\n".join(f"  {ranks_text(members)}: {line}" for line, members in by_line.items())

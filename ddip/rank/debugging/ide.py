@@ -129,9 +129,9 @@ _is_stale = False
 
 
 def serve_ide(token: str) -> int | str:
-    """Open a port for an IDE that knows `token`, and return it; return the error text if debugpy cannot be used.
+    """Open a port for an IDE that knows `token`, and return it, or the text of an error.
 
-    Runs on the main thread, and returns the same port if the service runs already.
+    Runs on the main thread. Returns the same port if the service runs already, and the text if debugpy cannot be used.
     """
     global _service
     if _service is not None:
@@ -171,7 +171,7 @@ def trace_cell() -> None:
 
 
 def resume_for_interrupt() -> None:
-    """Continue a rank that has stopped in an IDE, since an interrupt is delayed until the debugger has returned."""
+    """Continue a rank that has stopped in an IDE, as an interrupt waits for the debugger."""
     if _service is not None:
         _service.resume_for_interrupt()
 

@@ -46,8 +46,8 @@ COMPILED_NAMES = ("__resume_at_", "__compiled_fn_")
 """Beginnings of the names that torch.compile adds to the code of a function."""
 ENGINE_MODULES = ("ddip.rank.", "IPython.core.", "ipykernel.", "traitlets.")
 """Beginnings of the names of modules in which the debugger does not stop."""
-OUTPUT_MODULES = ("ddip.rank.streams.", "IPython.core.displayhook")
-"""Beginnings of the names of modules that show output; the debugger does not stop in what they call, either."""
+SERVICE_MODULES = ("ddip.rank.streams.", "ddip.rank.kernel.", "IPython.core.displayhook")
+"""Beginnings of the names of modules that show output or run magics; the debugger does not stop in their callees."""
 STATEMENT_LOOP = ("run_cell_async", "run_ast_nodes", "run_code", "_run_cell", "run_cell")
 """Functions of IPython that run the statements of a cell; what they call in between is not users' code. They run inside
 a cell, too, for magics such as ``%%capture``."""
@@ -104,12 +104,12 @@ class RankDebugger(InterruptiblePdb):
     def setup(self, f: FrameType | None, tb: Any) -> None:
         """Select the frame to show first.
 
-        For an error, it is the innermost one in a cell, even if a library raised it.
+        For an error, it is the innermost one in a cell or script, even if a library raised it.
         """
         super().setup(f, tb)
-        in_cells = [n for n, (frame, _) in enumerate(self.stack) if stacks.cell_number(frame.f_code) is not None]
-        if self.is_post_mortem and in_cells:
-            self.curindex = in_cells[-1]
+        users = [n for n, (frame, _) in enumerate(self.stack) if stacks.is_written_by_user(frame.f_code)]
+        if self.is_post_mortem and users:
+            self.curindex = users[-1]
             self.curframe = self.stack[self.curindex][0]
             if hasattr(self, "curframe_locals"):  # before Python 3.13
                 self.curframe_locals = self.curframe.f_locals
@@ -175,12 +175,12 @@ CACHES = [value for kind in RankDebugger.__mro__ for value in vars(kind).values(
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Return whether a cell has called the code of `frame`, other than by showing output."""
+    """Return whether a cell or script has called the code of `frame`, other than by showing output."""
     if frame is None or frame.f_globals.get("__name__", "").startswith(ENGINE_MODULES):
         return False
-    while frame is not None and stacks.cell_number(frame.f_code) is None:
+    while frame is not None and not stacks.is_written_by_user(frame.f_code):
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(OUTPUT_MODULES):
+        if module.startswith(SERVICE_MODULES):
             return False
         if module == "IPython.core.interactiveshell" and frame.f_code.co_name in STATEMENT_LOOP:
             return False

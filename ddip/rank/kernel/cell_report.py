@@ -36,7 +36,8 @@ def begin_cell(asked: CellOptions) -> None:
     _call_checked("process_group.membership.begin_cell")
     _call_checked("objects.iteration.begin_cell")
     _call_checked("runtime.process_settings.begin_cell")
-    _call_checked("runtime.current.begin_cell", asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True))
+    facts = asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True), asked.get("script")
+    _call_checked("runtime.current.begin_cell", *facts)
 
 
 @stacks.runs_around_cells

@@ -89,7 +89,7 @@ def main() -> None:
     freed.keep_freed_memory()
     membership.install_hooks()
     iteration.watch_training()
-    multiprocessing.set_forkserver_preload(["__main__", FORKSERVER])  # which chooses no start method
+    multiprocessing.set_forkserver_preload([FORKSERVER])  # which chooses no start method; ``__main__`` may be a script
     dump.register_handler(run_folder, os.getpid())
     log = os.fdopen(os.dup(2), "w")  # ipykernel replaces descriptor 2 with a pipe
     faulthandler.enable(log)  # writes a traceback to the log if the process crashes

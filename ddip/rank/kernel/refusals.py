@@ -1,4 +1,4 @@
-"""Refuse ddip magics in cells that run on ranks, and say what to type instead."""
+"""Refuse ddip magics in cells that run on ranks, except ``%diprun``, and say what to type instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
+
+from ddip.rank.kernel import script_runner
 
 NOTEBOOK_MAGICS = (
     "makedip",
@@ -31,7 +33,8 @@ TWICE = "appears twice: leave out the second one; the cell runs on the ranks any
 
 
 def install_refusals(shell: Any) -> None:
-    """Register magics that raise UsageError in `shell`."""
+    """Register magics that raise UsageError in `shell`, and ``%diprun``."""
+    shell.register_magic_function(script_runner.run_script, "line", "diprun")
     for name in NOTEBOOK_MAGICS:
         shell.register_magic_function(_make_refusal(f"%{name} {OWN_CELL}"), "line", name)
     shell.register_magic_function(_make_refusal(f"%dip {DIP}"), "line", "dip")

@@ -6,7 +6,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from ddip.rank import user_namespace
+from ddip.rank import current_variables
 
 
 def variable_names(beginning: str) -> list[str]:
@@ -15,7 +15,7 @@ def variable_names(beginning: str) -> list[str]:
     May be called while a cell runs.
     """
     hidden = get_ipython().user_ns_hidden  # type: ignore[union-attr]
-    names = [name for name in list(user_namespace()) if name.startswith(beginning) and name not in hidden]
+    names = [name for name in current_variables() if name.startswith(beginning) and name not in hidden]
     return sorted(name for name in names if beginning or not name.startswith("_"))
 
 

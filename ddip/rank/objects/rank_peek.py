@@ -36,7 +36,7 @@ from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.protocol.objects.shared import SharedBytes
 from ddip.protocol.reports import Peeked
 from ddip.protocol.text import escape_surrogates
-from ddip.rank import user_namespace
+from ddip.rank import current_variables
 from ddip.rank.native.pending_calls import Pause
 from ddip.rank.native.thread_exceptions import raise_in
 from ddip.rank.objects import rank_transfer
@@ -60,7 +60,6 @@ _COPIED = (list, dict, set, collections.deque, collections.defaultdict, collecti
 NO_MORE = StackLocation(state="finished")
 """Location of a pickling that has ended or has not begun."""
 
-_MISSING = object()
 _lock = threading.Lock()
 _peeks: dict[int, Peek] = {}
 """Peeks that are pickling or have stored pickles, by the notebook's number for them."""
@@ -150,7 +149,7 @@ class Peek:
                         )
                     raise ObjectChanged("a tensor in it was written to during the copy")
             sent = {*map(id, found.values()), *(id(graph.pickler.globals[name]) for name in self.along)}
-            self.shares = pickling.find_shares(graph, sent, dict(user_namespace()))
+            self.shares = pickling.find_shares(graph, sent, current_variables())
             self.inside = (
                 "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.main_thread_location()))
             )
@@ -345,9 +344,8 @@ def _end_peek(number: int, peek: Peek) -> None:
 
 
 def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked:
-    variables = user_namespace()
-    # one lookup per name, as the cell may delete it meanwhile
-    found = {name: value for name in names if (value := variables.get(name, _MISSING)) is not _MISSING}
+    variables = current_variables()
+    found = {name: variables[name] for name in names if name in variables}
     answer: Peeked = {
         "values": {},
         "sizes": [],

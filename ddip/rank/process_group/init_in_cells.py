@@ -1,7 +1,8 @@
 """Accept ``init_process_group`` in cells, where code written for torchrun calls it although ddip has formed the group.
 
-If the call asks for that group, it does nothing; if it asks for a different group, it raises an error that says what to
-type. If ddip's group does not exist, as after ``destroy_process_group``, torch's function runs unchanged.
+If the call asks for that group, it does nothing, and prints that the line may stay, unless ``%diprun`` runs a script.
+If it asks for a different group, it raises an error that says what to type. If ddip's group does not exist, as after
+``destroy_process_group``, torch's function runs unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddip.protocol.rank_spec import backends_of
-from ddip.rank.runtime import c10d
+from ddip.rank.runtime import c10d, current
 
 ACCEPTED = "\x1b[90mddip has already formed the group; this call of init_process_group may stay\x1b[0m"
 
@@ -34,7 +35,8 @@ def wrap_init(is_ours: Callable[[], bool]) -> None:
         _check_request(bound.arguments)
         if bound.arguments["timeout"] is not None:
             c10d.set_timeout(bound.arguments["timeout"])
-        print(ACCEPTED)
+        if current.script_file() is None:  # scripts run unchanged
+            print(ACCEPTED)
         return None
 
     dist.init_process_group = distributed_c10d.init_process_group = wrapper

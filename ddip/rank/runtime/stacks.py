@@ -97,6 +97,15 @@ def cell_number(code: CodeType) -> int | None:
     return cell_files().get(code.co_filename)
 
 
+script_files: dict[str, str] = {}
+"""Names to show of the scripts that ``%diprun`` has run, by the file names in their code."""
+
+
+def is_written_by_user(code: CodeType) -> bool:
+    """Return whether `code` belongs to a cell, or to a script that ``%diprun`` has run."""
+    return code.co_filename in cell_files() or code.co_filename in script_files
+
+
 _uninterruptible: set[CodeType] = set()
 """Functions of ddip that must not be interrupted."""
 _run_user_code: set[CodeType] = {Gpu.finish.__code__}
@@ -168,20 +177,21 @@ def _shown_name(code: CodeType) -> str:
 
 def _locate_lines(lines: Sequence[Line]) -> StackLocation:
     """Return the location to report for a stack, given with the innermost line first."""
-    cell_index = next((i for i, (code, _) in enumerate(lines) if cell_number(code) is not None), None)
+    user_index = next((i for i, (code, _) in enumerate(lines) if is_written_by_user(code)), None)
     store_index = max(
-        (i for i, (code, _) in enumerate(lines[:cell_index]) if code.co_filename == stores.__file__), default=-1
+        (i for i, (code, _) in enumerate(lines[:user_index]) if code.co_filename == stores.__file__), default=-1
     )
-    function = next(filter(None, (_shown_name(code) for code, _ in lines[store_index + 1 : cell_index])), "")
+    function = next(filter(None, (_shown_name(code) for code, _ in lines[store_index + 1 : user_index])), "")
     inner = ""
     if lines:
         code, number = lines[0]
         inner = f"{code.co_filename.rpartition('/')[2]}:{number} in {code.co_name}"
-    if cell_index is None:
+    if user_index is None:
         return StackLocation(function=function, inner=inner)
-    code, number = lines[cell_index]
+    code, number = lines[user_index]
     source = linecache.getline(code.co_filename, number).strip()
-    return StackLocation(function, cell_number(code), number, source, inner)
+    script = script_files.get(code.co_filename, "")
+    return StackLocation(function, cell_number(code), number, source, inner, script=script)
 
 
 def place_of(error: BaseException) -> StackLocation:
@@ -191,7 +201,7 @@ def place_of(error: BaseException) -> StackLocation:
 
 
 def place_of_line(code: CodeType, number: int) -> StackLocation:
-    """Return the location of a line of a cell."""
+    """Return the location of a line of a cell or script."""
     return _locate_lines([(code, number)])
 
 
@@ -203,7 +213,7 @@ def _locate_main_thread(frames: Sequence[FrameType]) -> StackLocation:
     if not cells.busy:
         return StackLocation(state="idle")
     location = _locate_lines([(frame.f_code, frame.f_lineno) for frame in frames])
-    if at_prompt and location.cell is None:  # the debugger of an error, whose frames have ended
+    if at_prompt and not location.line:  # the debugger of an error, whose frames have ended
         return StackLocation(inner=AT_PROMPT)
     return replace(location, function=AT_PROMPT) if at_prompt else location
 
