@@ -28,6 +28,20 @@ UNTRACED = ("ddip", "debugpy", "IPython", "ipykernel", "traitlets", "tornado", "
 NOT_INSTALLED = "debugpy is not installed where the ranks run; type %pip install debugpy"
 
 
+class _NoClient:
+    """Drops what the debugger sends before the first client attaches."""
+
+    def add_command(self, command: object) -> None:
+        """Drop `command`."""
+
+    def do_kill_pydev_thread(self) -> None:
+        """Do nothing: this is no thread, as the debugger's own writer is."""
+
+    def empty(self) -> bool:
+        """Return True: nothing waits to be sent."""
+        return True
+
+
 class IdeService:
     """The debugger of this process and the gate to it."""
 
@@ -43,6 +57,7 @@ class IdeService:
         pydevd.SetupHolder.setup = {"client": "", "server": False, "port": 0, "multiprocess": False, "ppid": 0}
         settrace = sys.settrace
         self._debugger = pydevd.PyDB()
+        self._debugger.writer = _NoClient()
         sys.settrace = settrace  # pydevd's own prints a warning for each call
         folders = [os.path.dirname(sys.modules[name].__file__ or "") for name in UNTRACED if name in sys.modules]
         pydevd.PyDevdAPI().set_dont_trace_start_end_patterns(self._debugger, tuple(folders), ())
