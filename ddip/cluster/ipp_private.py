@@ -177,7 +177,7 @@ def _engine_identity(client: Client, engine: int) -> bytes:
 
 
 def _ended_future() -> MessageFuture:
-    """Return the future of a request to an engine that has ended."""
+    """Return a completed future for a request to an engine that has ended; its result is a RemoteError."""
     future = MessageFuture("")
     future.output = Future()
     future.output.set_result(None)

@@ -155,7 +155,7 @@ def check_leftovers() -> Check:
 
 
 def judge_runs(runs: Sequence[ownership.Run]) -> Check:
-    """Count the groups of running notebooks, and list the leftovers of ended ones."""
+    """Count the groups whose notebooks are running, and list what groups of ended notebooks left behind."""
     dead = [run for run in runs if not run.owner_lives]
     found = f"groups of other notebooks: {len(runs) - len(dead)}"
     if not dead:

@@ -110,7 +110,7 @@ class Probe:
 
 
 def read_facts(code: int, out: str, errors: str) -> tuple[Facts | None, str]:
-    """Return the facts that a process with exit code `code` has printed, or None and the reason."""
+    """Return the facts on the last line of the output `out`, or None and the reason why there are none."""
     if not code:
         with contextlib.suppress(ValueError, IndexError):
             facts: Facts = json.loads(out.splitlines()[-1])

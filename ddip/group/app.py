@@ -37,8 +37,9 @@ class App:
     def prepare(self, *, is_start: bool) -> None:
         """Prepare the app on all ranks for their current process group; do nothing without an app.
 
-        `is_start`: the group is just being started, so an error does not add that the group runs without the app.
-        Raises GroupError if ranks fail, and drops the app if all of them fail; raises RequestInterrupted.
+        `is_start`: the group is still starting, so an error message does not say that the group runs without the app.
+        Raises GroupError if the app fails on any rank, and drops the app if it fails on all. Also raises
+        RequestInterrupted.
         """
         self._generation = self._manager.generation
         self._prepare(self._everyone, "" if is_start else WITHOUT)

@@ -407,7 +407,7 @@ class Lifecycle:
             parts.differences.report_fault()
 
     def _free_ranks(self, ranks: Collection[int] | None, before: Cell | None) -> Collection[int]:
-        """Return all ranks if no cell runs, else `ranks`, which are free; cells after `before` are ignored."""
+        """Return the free ranks: all if `ranks` is None or no cell runs, else `ranks`. Ignores cells after `before`."""
         everyone = range(self.size)
         return everyone if ranks is None or not self.parts.cells.active_on(everyone, before) else ranks
 

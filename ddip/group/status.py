@@ -25,7 +25,8 @@ STATES: dict[str, Any] = {"no answer": "no_answer", "GPU lost": "gpu_lost"}
 def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[RankInfo]:
     """Ask all ranks for process, device, memory and activity, and return the answers in rank order.
 
-    Waits at most two seconds, or until `button` is pressed; ranks that have not answered have the state ``no answer``.
+    Waits at most two seconds for answers, or until `button` is pressed. A rank that has not answered by then is
+    listed as ``ended``, ``stopped`` or ``no answer``.
     """
     ended, abandoned, everywhere = ranks.ended, ranks.busy, range(len(ranks.members))
     answers = ranks.call_on_control_channel(everywhere, on_rank.rank_figures(), seconds=ANSWER_SECONDS, button=button)

@@ -33,7 +33,7 @@ class Button:
         self._events: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose `put`, unlike Queue's, is reentrant
 
     def press(self, *_: Any) -> None:
-        """Record a press and wake up a wait; this is the handler of SIGINT."""
+        """Record a press and wake up the thread that waits, if any; this is the handler for SIGINT."""
         self.pressed = True
         self._events.put(None)
 

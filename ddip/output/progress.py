@@ -65,7 +65,7 @@ class Progress:
         return bool(self._last)
 
     def end(self, text: str) -> None:
-        """Replace the progress line by `text`; an empty `text` removes it.
+        """Replace the progress line with `text`; an empty `text` removes it.
 
         Outside a page, `text` is printed to stdout, also if no line was shown.
         """

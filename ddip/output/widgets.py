@@ -123,7 +123,7 @@ class WidgetBars:
                 self._moved[model] = None
 
     def display(self, cell: Any, rank: int, data: Bundle, metadata: Bundle) -> str | None:
-        """Return the display ID under which `cell` can update a bundle later; None if it is not a bar."""
+        """Record that `cell` shows a bar, and return the display ID for updates; None if `data` shows no bar."""
         view = data.get(WIDGET)
         model = view.get("model_id") if isinstance(view, dict) else None
         with self._lock:
@@ -243,7 +243,7 @@ class Comms(Protocol):
         """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
 
     def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
-        """Send the changed outputs of Output widgets to `page`, but not too often."""
+        """Send the changed outputs of Output widgets to `page`, at a limited rate; with `at_once`, now in any case."""
 
     def has_layout(self, name: str) -> bool:
         """Return True if the widget has a size, a border or another property of a layout."""

@@ -22,9 +22,9 @@ REFUSAL = re.compile(r"\S+ \S+ has no \S.*, which ddip needs; install .*")
 
 
 def find_object(path: str) -> Any:
-    """Return the object with this dotted name, and import modules on the way.
+    """Return the object with this dotted name, importing the modules that the name begins with if necessary.
 
-    Raises AttributeError if there is none, and ImportError if a module is missing.
+    Raises ImportError if the first part, or one in the middle, is missing, and AttributeError if only the last is.
     """
     parent, _, name = path.rpartition(".")
     if not parent:

@@ -292,7 +292,7 @@ def layout_of(name: str, tensor: torch.Tensor) -> Layout:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether `value` is a dense tensor with plain memory; others (sparse, quantized) are pickled."""
+    """Return whether `value` is an ordinary strided tensor; others (sparse, quantized, nested, meta) are pickled."""
     is_tensor = type(value) in (torch.Tensor, torch.nn.Parameter) or type(value).__name__ == "Buffer"
     is_special = is_tensor and (value.is_quantized or value.is_nested or value.device.type == "meta")
     return is_tensor and not is_special and value.layout is torch.strided

@@ -102,7 +102,7 @@ class Copy:
 
     @property
     def pickled(self) -> bytes:
-        """The pickled rest of the state, without the tensors."""
+        """The state without its tensors, pickled."""
         data = self.parts[STRUCTURE].data
         return ctypes.string_at(data.data_ptr(), len(data))
 

@@ -591,7 +591,7 @@ def _exchange_batches(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _parameter_ids(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the parameters, which are the same for a model and its wrapper."""
+    """Return the ``id()`` of each parameter; the set is the same for a model and its wrapper."""
     return set(map(id, model.parameters()))
 
 

@@ -80,7 +80,7 @@ def _run_once_per_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train_once_per_host(setup: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tokenizer's `setup` to train once per host; all ranks would write the same files."""
+    """Wrap a tokenizer's `setup` to train once per host, since otherwise all ranks would write the same files."""
 
     @functools.wraps(setup)
     def train_once(self: core.SentencePieceTokenizer, items: Any, rules: Any = None) -> Any:

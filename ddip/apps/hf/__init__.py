@@ -65,7 +65,7 @@ def release() -> None:
 
 
 def command(text: str) -> str:
-    """Describe all patches for ``%%dip -a patches``; raises ValueError for other commands."""
+    """Answer ``%%dip -a patches`` with a description of all patches; raise ValueError for any other command."""
     if text.strip() != "patches":
         raise ValueError(f"the app hf knows one command: %%dip -a patches; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in PATCHES)

@@ -83,7 +83,7 @@ def begin_cell() -> None:
 
 
 def end_cell(error: BaseException | None) -> None:
-    """Request a rebuild of the group after an error if some ranks may be a step ahead of others."""
+    """After an error, request a rebuild of the group if some ranks may be an optimizer step ahead of others."""
     if error is not None and _has_stepped and current.is_everywhere():
         membership.give_up()
 

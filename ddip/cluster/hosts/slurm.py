@@ -243,7 +243,7 @@ def own_job() -> int:
 
 
 def node_names(job: int) -> list[str]:
-    """Return the names of a running job's nodes, in Slurm's order; none if it does not run.
+    """Return the names of a job's nodes, in Slurm's order; an empty list if the job is not running.
 
     Raises GroupError if there is no Slurm command, and SlurmUnavailable if Slurm does not answer.
     """

@@ -101,7 +101,7 @@ def _wrap_future(future: Any) -> Request:
 def _read_result_safely(result: Any) -> Reply:
     """Convert a result as `_read_result` does, but turn any exception into an error reply.
 
-    So the request is always done.
+    This way the request always completes.
     """
     try:
         return _read_result(result)

@@ -45,7 +45,7 @@ def wait_for(
 
 
 def _greet_engines(client: RankClient, engines: list[int], check: Callable[[set[int]], None]) -> list[Hello]:
-    """Use every channel of every engine until it answers, and return the hellos in order.
+    """Send requests on every channel of every engine until all have answered, and return the hellos in order.
 
     `check` as in `wait_for`. Messages are repeated, since a router drops what it receives before the engine has
     connected to it; if many engines share the cores, only once no more answers arrive.

@@ -144,11 +144,11 @@ class OwnCluster(OnHosts, Channels):
         return "; ".join([*stopped, *(host.silent for host in self.hosts if host.silent)])
 
     def carry_on(self) -> None:
-        """Continue the processes between notebook and engines that a signal has stopped."""
+        """Resume any process between the notebook and the engines that a signal has stopped."""
         on_host.carry_on([*self._own_processes().values()])
 
     def _own_processes(self) -> dict[str, int]:
-        """Return the PIDs of the running processes between notebook and engines."""
+        """Return the PIDs, by name, of the controller and the preload process, as far as they are known."""
         controller = getattr(self._ipp.controller, "pid", None)
         found = {"the controller": controller, "the preload process": self._warm.pid if self._warm else None}
         return {name: pid for name, pid in found.items() if pid is not None}

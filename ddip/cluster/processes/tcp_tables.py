@@ -23,7 +23,7 @@ V4 = "::ffff:"
 
 
 def list_connections(pids: Sequence[int]) -> list[list[Ends]]:
-    """Return the TCP connections of each process, in order: own address and port, then the other's.
+    """Return the TCP connections of each of `pids`, in the same order; each is local host and port, then remote ones.
 
     The list of a process that has ended is empty.
     """

@@ -347,7 +347,7 @@ class CellState:
         return actions
 
     def _must_interrupt(self, now: float) -> bool:
-        """Return whether to interrupt ranks, once, as they outlasted an abort that cannot unblock all of them."""
+        """Return whether to interrupt, once, ranks that still run after an abort that cannot unblock every rank."""
         is_late = _has_passed(self._aborted_at, STOP_GRACE_SECONDS, now)
         return is_late and not self.limits.can_unblock and self._interrupted_at is None
 

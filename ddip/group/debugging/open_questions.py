@@ -82,7 +82,7 @@ class OpenQuestions:
 
     @property
     def by_rank(self) -> dict[int, OpenQuestion]:
-        """The first open question of each rank that has one, in the order of ranks."""
+        """The first open question of each rank that has one, in rank order."""
         with self._changed:
             first: dict[int, OpenQuestion] = {}
             for question in sorted(self._questions, key=lambda each: each.rank):

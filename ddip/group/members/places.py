@@ -84,7 +84,7 @@ class Allocation:
         return job, _node_names(job)
 
     def move(self, request: Request) -> None:
-        """Record the hosts and jobs of `request` as the group's, and give back jobs that it has left."""
+        """Make the hosts and jobs of `request` the group's, and give back the jobs that the group no longer uses."""
         self.request = request
         former, self._jobs = self._jobs, set(request.reach.jobs)
         for job in former - self._jobs:

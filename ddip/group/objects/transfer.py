@@ -209,9 +209,10 @@ def pull_values(
 
 
 def known_names() -> str:
-    """Return the names of the notebook's variables as one text, separated by spaces.
+    """Return the names of the notebook's own variables in one string, separated by spaces.
 
-    They need not come along with functions. ipyparallel would treat each name of a list as an object of its own.
+    A rank that sends a function to the notebook need not send these variables along with it. Names with a leading
+    underscore are left out. In a list, ipyparallel would treat each name as a separate object.
     """
     variables = pickling.main_variables()
     return " ".join(

@@ -86,7 +86,7 @@ class ProcessGroupManager:
         return found if len(found) > 1 else {}
 
     def ensure_connected(self, spec: GroupSpec) -> None:
-        """Let the hosts of the group of `spec` connect to each other; raise PartitionError if they cannot.
+        """Check that the hosts of the group of `spec` can connect to each other; raise PartitionError if they cannot.
 
         Takes up to eight seconds. Lost hosts are ignored. Raises GroupError if a host does not answer the notebook.
         """

@@ -137,7 +137,7 @@ class _Writer:
             self.parts.append(f"</{tag}>")
 
     def _end_implied(self, tag: str) -> None:
-        """End the elements, at any depth, that a browser ends where `tag` begins."""
+        """Close the open elements, at any depth, that a browser closes implicitly where `tag` begins."""
         if tag in ENDS_FOREIGN:
             self._end_innermost(FOREIGN, WITHIN_FOREIGN)
         if tag == "table":

@@ -172,7 +172,7 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def module_name(kind: type) -> str:
-    """Return the module that defines `kind`."""
+    """Return the name of the module that defines `kind`; ``builtins`` if its class does not record one."""
     found = _dict_of(kind).get("__module__")
     return found if type(found) is str else "builtins"
 

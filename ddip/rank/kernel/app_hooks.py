@@ -36,7 +36,7 @@ def notify_app_rejoined(module: str) -> None:
 
 
 def release_app(module: str) -> None:
-    """Remove the app's cell hooks and let the app clean up before this rank leaves the group."""
+    """Remove the app's cell hooks and call its `release`, which cleans up when its use of the group ends."""
     global before, after
     before = after = None
     _call_if_defined(module, "release")

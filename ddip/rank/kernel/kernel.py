@@ -324,7 +324,7 @@ class RankKernel(CellKernel):
             self._raise_or_wait(frame)
 
     def _raise_or_wait(self, frame: FrameType | None) -> None:
-        """Raise an interrupt at `frame` in the cell's own code, or retry later if that would corrupt state."""
+        """Raise an interrupt at `frame`, or schedule another try if that could corrupt state now; does not wait."""
         wait = self._patience.delay_at(frame)
         if wait is None:
             raise libraries.make_interrupt(frame)

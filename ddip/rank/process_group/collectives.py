@@ -370,7 +370,7 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
 
 
 def signatures_of(key: str) -> list[str]:
-    """Describe the last collectives that Python code has begun in a group, oldest first.
+    """Describe the collectives that Python code began most recently in a group, oldest first.
 
     `key`: group and device, as in `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
     """

@@ -190,9 +190,9 @@ def destroy_groups() -> None:
 
 
 def share_state(module: torch.nn.Module, leave_out: Collection[str], bucket_bytes: int) -> None:
-    """Send rank 0's parameters and buffers of `module` to all ranks, without `leave_out`. A collective.
+    """Copy rank 0's parameters and buffers of `module`, but those named in `leave_out`, to all ranks. A collective.
 
-    `leave_out`: names of state. The rest is sent in buckets of `bucket_bytes`.
+    They are sent in buckets of `bucket_bytes` bytes.
     """
     group = default_group()
     assert group is not None

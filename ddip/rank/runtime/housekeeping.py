@@ -119,7 +119,7 @@ class Cells:
         _free_frames(error)
 
     def _keeps_frames(self) -> bool:
-        """Return whether the frames of a failed cell are kept: for `keep_frames`, or after ``%pdb on``."""
+        """Return whether to keep the frames of a failed cell: if `keep_frames` is set, or after ``%pdb on``."""
         return self.keep_frames or bool(getattr(get_ipython(), "call_pdb", False))
 
     def end(self, error: BaseException | None) -> None:

@@ -81,7 +81,7 @@ def _call_text(name: str, value: Any) -> str:
 
 
 def _read_autocast() -> tuple[Any, ...]:
-    """Return nesting depth, cache setting, and per device whether autocast is on and its dtype.
+    """Return the nesting depth, the cache setting and, for each device, whether autocast is on and its dtype.
 
     The depth matters because torch empties its cache of cast weights when the outermost ``with`` statement ends.
     """
@@ -325,9 +325,9 @@ def begin_cell() -> None:
 
 
 def end_cell(error: BaseException | None) -> list[ChangedSetting]:
-    """Restore or report the settings that have changed when a cell ends, perhaps with `error`.
+    """Restore or report the settings that a cell has changed; `error` is the exception that ended the cell, if any.
 
-    Settings are restored if `error` cut off the code that would have restored them; the others are returned.
+    A setting is restored if `error` may have cut off code that would have restored it; the others are returned.
     """
     changed: list[ChangedSetting] = []
     cut_off: set[str] | None = None

@@ -203,7 +203,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
                 self._queue.append(self._attribute(written))
 
     def _queue_incomplete(self) -> None:
-        """Queue incomplete lines of other writers, which precede the text in this process' buffers."""
+        """Queue other writers' incomplete lines, which were written before the text in this process's buffers."""
         self._queue.extend(map(self._attribute, self._pipes.rest()))
 
     def _attribute(self, written: ProcessText) -> tuple[RankStream, dict[str, Any], str]:
@@ -246,7 +246,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         return self._limiters[header["msg_id"]].rest() is not None
 
     def end_cell(self, header: dict[str, Any]) -> None:
-        """Send the tail of the cell's text with the next flush."""
+        """Have the next flush send the tail of the cell's text, if the output limit has held it back."""
         self._ended_cells.append(header)
         if getattr(sys, self.name) is not self:
             self.pub_thread.schedule(self._flush)

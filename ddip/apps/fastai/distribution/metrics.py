@@ -56,7 +56,7 @@ class BatchRecord:
         self.batches.append({name: to_detach(getattr(learn, name), cpu=True, gather=False) for name in names})
 
     def replay(self, learn: Learner, metric: Metric, batches: list[dict[str, Any]]) -> None:
-        """Reset `metric` and let it accumulate `batches`, as in one process."""
+        """Reset `metric` and have it accumulate `batches` one by one, as it would in a single process."""
         metric.reset()
         before = {name: getattr(learn, name, None) for name in ("xb", "yb", "pred", "loss", "iter")}
         try:
