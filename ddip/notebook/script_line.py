@@ -11,7 +11,7 @@ from typing import Any
 
 from ddip.errors import BadInput
 from ddip.group.cells.script_file import MAGIC
-from ddip.notebook.arguments import COMMENT
+from ddip.notebook.arguments import COMMENT, DASHES
 
 WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""", re.DOTALL)
 QUOTED = re.compile(r"""['"\\]""")
@@ -23,8 +23,8 @@ def split_line(line: str, parser: Any) -> tuple[str, list[str]]:
     """Return the options of ``%diprun`` as typed in `line`, and the script with its arguments.
 
     With ``-m``, the first of these words is the name of the module. A word without quotes may contain ``~`` and
-    wildcards, which are expanded from the notebook's folder. Raises BadInput for options of torchrun, line breaks, and
-    a quote that is not closed.
+    wildcards, which are expanded from the notebook's folder. Raises BadInput for options of torchrun, typographic
+    dashes, line breaks, and a quote that is not closed.
     """
     line = COMMENT.sub("", line).strip().removesuffix(";")
     words = [found[0] for found in WORD.finditer(line)]
@@ -37,6 +37,9 @@ def split_line(line: str, parser: Any) -> tuple[str, list[str]]:
         if OF_TORCHRUN.fullmatch(option):
             raise BadInput(f"{MAGIC} {option}: the group's ranks run the script, so leave it out; %makedip sets them")
         begin += 1 + (option in takes_value)
+    if begin < len(words) and DASHES.match(words[begin]):
+        hyphens = "-" if len(words[begin]) == 2 else "--"
+        raise BadInput(f"{MAGIC} {words[begin]}: type {MAGIC} {DASHES.sub(hyphens, words[begin], count=1)}")
     script = [word for typed in words[begin:] for word in _expand_word(typed)]
     if any("\n" in word for word in script):
         raise BadInput(f"{MAGIC} {line}: an argument has several lines; write them to a file, and pass its path")

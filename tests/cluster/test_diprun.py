@@ -132,6 +132,7 @@ def train(folder: Path) -> str:
     return f"%diprun train.py {' '.join(ARGUMENTS)}"
 
 
+@pytest.mark.native("sockets")
 def test_a_script_trains_as_under_torchrun_before_and_after_faults(
     cells: ddip.Group, folder: Path, train: str, of_torchrun: list[Any]
 ) -> None:
@@ -262,7 +263,7 @@ def test_an_exit_ends_the_script(cells: ddip.Group, folder: Path, code: str, fai
 
 def test_a_script_may_set_the_start_method_each_time(cells: ddip.Group, folder: Path) -> None:
     write_script(folder / "spawns.py", "import multiprocessing\nmultiprocessing.set_start_method('spawn')")
-    cells.run("import multiprocessing; before = multiprocessing.get_start_method(allow_none=True)")
+    cells.run("import multiprocessing; before = multiprocessing.get_start_method()")  # which fixes the method
     cells.run("%diprun spawns.py")
     cells.run("%diprun spawns.py")
     cells.run("assert multiprocessing.get_start_method(allow_none=True) == before")
@@ -323,6 +324,7 @@ def test_a_package_runs_its_main_module(cells: ddip.Group, folder: Path) -> None
 # -- as a cell
 
 
+@pytest.mark.native("sockets")
 def test_errors_and_stacks_name_the_line_of_the_script(cells: ddip.Group, folder: Path) -> None:
     write_script(
         folder / "uneven.py",
@@ -479,6 +481,7 @@ def test_the_magic_has_the_usual_options_of_cells(notebook: Notebook) -> None:
     [
         ("%diprun --nproc-per-node 2 a.py", "%diprun --nproc-per-node: the group's ranks run the script, so leave it"),
         ("%diprun -x a.py", r"%diprun -x: unrecognized arguments: -x; %diprun\? lists the options"),
+        ("%diprun \u2013r 0 a.py", "%diprun \u2013r: type %diprun -r$"),
         ("%diprun -r 9 a.py", "-r 9: there is no rank 9; this group has ranks 0 to 2"),
         ("%diprun --help", r"%diprun --help: type %diprun\? for its options and examples"),
         ("%diprun 'a.py", "%diprun 'a.py: a quote is not closed"),

@@ -55,7 +55,7 @@ NAMES = {
 }
 """Names of the waits in messages, if they differ from the typed name."""
 SET_UP = """
-import os, signal, time, torch, torch.distributed as dist
+import os, signal, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 x = torch.ones(3)
 marker = f"rank {rank}"
@@ -102,6 +102,19 @@ def stage(request: pytest.FixtureRequest, four_ranks: ddip.Group) -> str:
     """Prepare four ranks for a stage."""
     four_ranks.run(ALSO.get(request.param, ""))
     return str(request.param)
+
+
+@pytest.fixture
+def thread_of_rank_0(four_ranks: ddip.Group) -> Iterator[None]:
+    """Run a thread of the user on rank 0: it could begin a collective, so that no wait for this rank is in vain."""
+    four_ranks.run("""
+        if rank == 0:
+            is_over = threading.Event()
+            thread = threading.Thread(target=lambda: is_over.wait())
+            thread.start()
+    """)
+    yield
+    four_ranks.run("if rank == 0: is_over.set(); thread.join()")
 
 
 class Clock:
@@ -166,10 +179,8 @@ def test_one_rank_raises_and_the_others_wait(four_ranks: ddip.Group, stage: str)
 @pytest.mark.grid(in_ci=True)
 @on_stages("DDP backward")
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_stop_ends_the_others(
-    four_ranks: ddip.Group, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running.RunningCell, "_wait_in_vain", lambda *_: False)  # it might end the wait first
+@pytest.mark.usefixtures("thread_of_rank_0")
+def test_when_one_rank_finishes_a_stop_ends_the_others(four_ranks: ddip.Group, stage: str) -> None:
     thread = do_when_ranks_wait(four_ranks, press_stop)
     with pytest.raises(CellInterrupted, match="ranks 1-3$"):
         four_ranks.run(f"if rank:\n    {STAGES[stage]}")
@@ -179,10 +190,8 @@ def test_when_one_rank_finishes_a_stop_ends_the_others(
 
 @on_stages("all_reduce", of=("all_reduce", "new_group", "DDP backward"))  # the other stages behave as above
 @pytest.mark.native("sockets")
-def test_when_one_rank_finishes_a_timeout_ends_the_others(
-    four_ranks: ddip.Group, stage: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running.RunningCell, "_wait_in_vain", lambda *_: False)  # it might end the wait first
+@pytest.mark.usefixtures("thread_of_rank_0")
+def test_when_one_rank_finishes_a_timeout_ends_the_others(four_ranks: ddip.Group, stage: str, clock: Clock) -> None:
     thread = do_when_ranks_wait(four_ranks, clock.put_forward)
     with pytest.raises(CellTimeout) as caught:
         four_ranks.run(f"if rank:\n    {STAGES[stage]}", timeout=60)

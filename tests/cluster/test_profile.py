@@ -87,8 +87,9 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     }
     assert rank_names == {1: "rank 0", 2: "rank 1"}
     work = [event for event in merged["traceEvents"] if event["name"] == "gloo:all_reduce"]
-    ends = [max(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in rank_names]
-    assert abs(ends[0] - ends[1]) < 250_000  # microseconds: it ends on both together
+    ends = [sorted(event["ts"] + event["dur"] for event in work if event["pid"] == pid) for pid in rank_names]
+    apart = [abs(one - other) for one, other in zip(*ends, strict=True)]  # all, if a rank's clock is wrong
+    assert min(apart) < 50_000  # microseconds: an all_reduce ends on both ranks together, unless one waits for a core
 
 
 def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,11 +254,16 @@ def test_in_a_stall_each_rank_reports_its_collective(cells: ddip.Group, recorder
     cells.run(RECORDER)
     assert collective_numbers()[0] == collective_numbers()[1] + 1
     assert [stack.place.collective for stack in cells.stacks().values() if stack] == ["", ""]  # because no cell runs
-    stopped = meanwhile(lambda: ["sleep" in place.source for place in read_places()] == [True, True], press_stop)
+
+    def all_ended() -> bool:
+        # torch marks a collective as ended shortly after `all_reduce` has returned
+        return ["sleep" in each.source and each.collective.startswith("last") for each in read_places()] == [True, True]
+
+    stopped = meanwhile(all_ended, press_stop)
     with pytest.raises(ddip.CellInterrupted):  # a collective that was aborted is not reported any more
         cells.run("for i in range(5):\n    dist.all_reduce(x)\ntime.sleep(8)")
     stopped.join()
-    assert all(re.fullmatch(TOLD, place.collective) and place.collective.startswith("last") for place in seen), seen
+    assert all(re.fullmatch(TOLD, place.collective) for place in seen), seen
 
 
 @pytest.mark.grid

@@ -88,10 +88,17 @@ def test_a_cell_that_fails_or_catches_the_error_reports_them(
 ) -> None:
     with pytest.raises(ddip.CellError, match="ZeroDivisionError") as caught:
         ranks.run(f"{WRONG['dtypes']}\n1 / 0")
-    shown = str(caught.value) + capsys.readouterr().err  # the error itself reports them if ranks were slow in it
+    shown = str(caught.value) + capsys.readouterr().err  # the error reports them if both ranks waited in them
     assert "different collectives" in shown
     ranks.run(f"{SET_UP}\ntry: dist.all_reduce(torch.ones(3 + rank))\nexcept RuntimeError: pass")
     assert "different collectives" in capsys.readouterr().err
+    ranks.run(PROOF)
+
+
+@pytest.mark.native("sockets")
+def test_a_later_error_reports_aborted_different_collectives(ranks: ddip.Group) -> None:
+    with pytest.raises(ddip.CellError, match="(?s)ZeroDivisionError.*different collectives"):
+        ranks.run(f"try: {ENDLESS['roots']}\nexcept RuntimeError: pass\n1 / 0")
     ranks.run(PROOF)
 
 

@@ -4,8 +4,8 @@
     every rank   own __main__, sys.argv, sys.path[0]  -->  the script's code  -->  its variables join those of cells
 
 The script finds what a process of torchrun has: a ``__main__`` of its own, from which pickle and the workers of data
-loaders get its classes and functions; the arguments; its folder as ``sys.path[0]``; the start method of multiprocessing
-that no earlier script has set; and the current contents of modules in its folder. As after IPython's ``%run``, its
+loaders get its classes and functions; the arguments; its folder as ``sys.path[0]``; a start method of multiprocessing
+that nothing has set before; and the current contents of modules in its folder. As after IPython's ``%run``, its
 variables are then added to those of cells, even after an error, so that pickle also finds its classes in later cells.
 Its functions continue to read the script's own variables.
 """
@@ -165,6 +165,7 @@ def _process_surroundings(folder: str, arguments: list[str]) -> Iterator[None]:
     importlib.invalidate_caches()
     former, began = sys.argv, time.time_ns()
     start_method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)  # so that the script may set it, as in a new process
     sys.argv = arguments
     sys.path.insert(0, folder)
     try:
