@@ -37,8 +37,8 @@ from ddip.group.cells.comms import Comms
 from ddip.group.cells.history import History
 from ddip.group.cells.running import RunningCell
 from ddip.group.cells.script_file import find_script
-from ddip.group.debugging import ide
-from ddip.group.debugging.ide import IdeAccess
+from ddip.group.debugging import ide_access
+from ddip.group.debugging.ide_access import IdeAccess
 from ddip.group.lifecycle import SAME, Lifecycle, Parts, ignore_progress, own_cluster
 from ddip.group.members import placement
 from ddip.group.members.members import Member
@@ -624,11 +624,11 @@ class Group:
         where = self._checked(ranks)
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready(where, needs_group=False)
-            return ide.serve_ide(self.ranks, where, self._ide_token)
+            return ide_access.serve_ide(self.ranks, where, self._ide_token)
 
     def end_ide(self) -> None:
         """End the service for IDEs on all ranks: they detach, and ranks that have stopped in one continue."""
-        ide.end_ide(self.ranks, range(self.world_size))
+        ide_access.end_ide(self.ranks, range(self.world_size))
 
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).

@@ -15,7 +15,9 @@ NAMES = Names(
         f"{_PYDEVD}.PyDevdAPI.set_dont_trace_start_end_patterns",
         f"{_PYDEVD}.PyDevdAPI.request_resume_thread",
         f"{_PYDEVD}.PyDB.do_wait_suspend",
+        f"{_PYDEVD}.get_current_thread_id",
         f"{_PYDEVD}.settrace",
+        f"{_PYDEVD}.settrace_forked",
         f"{_PYDEVD}.stoptrace",
     ),
 )

@@ -19,6 +19,8 @@ from .test_debugger import PROOF, SETUP
 
 STEPS = "%%dip\nresult = train(10, stop_at=(1, 3))\nassert_same(result, train(10))"
 
+SHAPES = "def double(x):\n    y = x + x\n    return y\n"
+
 
 class Ide:
     """The notebook and the launch configurations of its ranks."""
@@ -74,7 +76,7 @@ def test_training_goes_on_after_steps_in_the_ide(ide: Ide) -> None:
 
 def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
     pid = ide.notebook.ok("%%dip -r 2\nimport os\nprint(os.getpid())").stdout.strip()
-    (ide.notebook.folder / "shapes.py").write_text("def double(x):\n    y = x + x\n    return y\n")
+    (ide.notebook.folder / "shapes.py").write_text(SHAPES)
     client = ide.attach(2, (str(ide.notebook.folder / "shapes.py"), 3))
     code = "%%dip -r 2\nimport shapes\nbreakpoint()\na = 1\nb = shapes.double(rank)"
     cell = ide.notebook.begin(code)
@@ -138,7 +140,10 @@ def test_a_rank_continues_without_its_ide(ide: Ide, how: str) -> None:
     ide.notebook.ok("%dipwait")
     ide.notebook.ok("%%dip\nassert_same(result, train(10))")
     client.close()
-    if how != "--off":  # the port is free again
+    if how == "--off":  # no thread has kept its state: nothing stops under the next debugger, which has no client
+        ide.notebook.ok("%dipdebug --dap")
+        ide.notebook.ok("%%dip\nassert_same(result, train(10))")
+    else:  # the port is free again
         wait_until(lambda: ide.connect(1).greet(**ide.launch[1])["success"])
 
 
@@ -157,17 +162,40 @@ def test_only_a_client_with_the_token_attaches(ide: Ide) -> None:
     assert not second["success"] and "another IDE" in second["message"]
 
 
-def test_a_forked_worker_is_not_traced(ide: Ide) -> None:
-    ide.attach(0)
-    ide.notebook.ok(
-        "%%dip\n"
-        "import sys, torch.utils.data\n"
-        "class Traces(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index): return int(sys.gettrace() is not None)\n"
-        "loader = torch.utils.data.DataLoader(Traces(), num_workers=2, multiprocessing_context='fork')\n"
-        "assert [int(each) for each in loader] == [0] * 4"
-    )
+FORKS = """%%dip
+import multiprocessing, os, subprocess, sys, threading, torch.utils.data, shapes
+if rank == 0: breakpoint()
+def work(*_):
+    results = [sys.gettrace() is None, shapes.double(2)]
+    thread = threading.Thread(target=lambda: results.append(shapes.double(2)))
+    thread.start()
+    thread.join()
+    return results == [True, 4, 4]
+class Works(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return work()
+loader = torch.utils.data.DataLoader(Works(), num_workers=2, multiprocessing_context="fork")
+assert [bool(each) for each in loader] == [True] * 4
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.map(work, [0]) == [True]
+child = os.fork()
+if not child: os._exit(0 if work() else 9)
+assert os.waitpid(child, 0)[1] == 0
+trace = "import sys; sys.exit(sys.gettrace() is not None)"
+assert subprocess.run([sys.executable, "-c", trace], preexec_fn=work).returncode == 0"""
+
+
+def test_forked_processes_neither_stop_nor_hang(ide: Ide) -> None:
+    (ide.notebook.folder / "shapes.py").write_text(SHAPES)
+    client = ide.attach(0, (str(ide.notebook.folder / "shapes.py"), 3))
+    cell = ide.notebook.begin(f"{FORKS}\nwaits = subprocess.Popen(['sleep', '1000'])\nif rank == 0: shapes.double(1)")
+    thread, _ = client.wait_for_stop()
+    client.request("continue", threadId=thread)
+    thread, frame = client.wait_for_stop()  # in the rank itself, after all forks
+    assert (frame["name"], client.evaluate("x", frame)) == ("double", "1")
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+    ide.notebook.ok("%%dip\nwaits.kill(), waits.wait()")
 
 
 def test_the_launch_file_names_ranks(notebook: Notebook) -> None:

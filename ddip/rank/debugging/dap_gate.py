@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeAlias
 
 TOKEN = "ddipToken"
@@ -62,21 +63,22 @@ class DapGate:
     """The port of one rank to which an IDE connects."""
 
     def __init__(
-        self, token: str, start_thread: Callable[..., object], connect: Callable[[socket.socket], object]
+        self, token: str, start_thread: Callable[..., threading.Thread], connect: Callable[[socket.socket], object]
     ) -> None:
-        """Prepare the gate for clients that know `token`.
+        """Open the port to clients that know `token`.
 
         `start_thread` calls a function with arguments in a thread that the debugger does not stop; `connect` makes the
         debugger use one end of a socket pair.
         """
-        self.on_stopped: Callable[[bool], object] = lambda is_stopped: None
-        """Called with True when the debugger has stopped the rank, and with False when the rank continues."""
+        self.is_attached = False
+        """True while an IDE is attached that can continue a stopped rank."""
         self._token, self._start_thread, self._connect = token, start_thread, connect
         self._listener = socket.create_server((LOOPBACK, 0))
         self._is_taken = threading.Lock()
-        """Held while a client is attached."""
-        self._sockets: set[socket.socket] = set()
-        """The open connections to clients."""
+        """Held from the token of a client until the debugger has detached from it."""
+        self._sockets = {self._listener}
+        """All open sockets."""
+        self._is_closed = False
         start_thread(self._accept_clients)
 
     @property
@@ -84,17 +86,20 @@ class DapGate:
         """The port on the loopback interface to which an IDE connects."""
         return int(self._listener.getsockname()[1])
 
-    @property
-    def is_attached(self) -> bool:
-        """True while an IDE is attached."""
-        return self._is_taken.locked()
-
     def close(self) -> None:
-        """Close the port and all connections; a rank that has stopped continues."""
-        for each in (self._listener, *self._sockets):
+        """Close the port and all connections."""
+        self._is_closed = True
+        self.is_attached = False
+        for each in [*self._sockets]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # ends the calls in other threads that wait for it
-            each.close()
+        self._listener.close()
+
+    def close_in_fork(self) -> None:
+        """Close this process's copies of the sockets, which stay open in the process that it was forked from."""
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                os.close(each.detach())  # close() would wait for the stream that reads from it
 
     def _accept_clients(self) -> None:
         while True:
@@ -104,48 +109,60 @@ class DapGate:
                 return
             self._start_thread(self._serve_client, client)
 
-    def _serve_client(self, client: socket.socket) -> None:
-        self._sockets.add(client)
+    @contextlib.contextmanager
+    def _keep_open(self, *sockets: socket.socket) -> Iterator[None]:
+        """Close `sockets` at the end of the block, or earlier if the gate is closed."""
+        self._sockets.update(sockets)
         try:
-            with (
-                contextlib.suppress(OSError, EOFError, ValueError),
-                client,
-                client.makefile("rb") as stream,
-            ):
-                client.settimeout(GREETING_SECONDS)
-                greeting = read_message(stream, LONGEST_GREETING)
-                send_message(client, {**_reply_to(greeting), "body": _CAPABILITIES})
-                attach = read_message(stream, LONGEST_GREETING)
-                if problem := self._find_problem(greeting, attach):
-                    error = {"error": {"id": 1, "format": problem, "showUser": True}}
-                    send_message(client, {**_reply_to(attach), "success": False, "message": problem, "body": error})
-                    return
-                client.settimeout(None)
-                try:
-                    self._attach(client, stream, greeting, attach)
-                finally:
-                    self._is_taken.release()
+            if self._is_closed:
+                raise OSError("the port has been closed")
+            yield
         finally:
-            self._sockets.discard(client)
+            self._sockets.difference_update(sockets)
+            for each in sockets:
+                each.close()
+
+    def _serve_client(self, client: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError, EOFError, ValueError, RecursionError),
+            self._keep_open(client),
+            client.makefile("rb") as stream,
+        ):
+            client.settimeout(GREETING_SECONDS)
+            greeting = read_message(stream, LONGEST_GREETING)
+            send_message(client, {**_reply_to(greeting), "body": _CAPABILITIES})
+            attach = read_message(stream, LONGEST_GREETING)
+            if problem := self._find_problem(greeting, attach):
+                error = {"error": {"id": 1, "format": problem, "showUser": True}}
+                send_message(client, {**_reply_to(attach), "success": False, "message": problem, "body": error})
+                return
+            client.settimeout(None)
+            try:
+                self._attach(client, stream, greeting, attach)
+            finally:
+                self._is_taken.release()
 
     def _find_problem(self, greeting: Message, attach: Message) -> str:
         """Return why the client cannot attach; otherwise reserve the gate for it, and return an empty text."""
         if greeting.get("command") != "initialize" or attach.get("command") != "attach":
             return 'ddip: the launch configuration needs "request": "attach"'
-        if not hmac.compare_digest(str(attach.get("arguments", {}).get(TOKEN, "")).encode(), self._token.encode()):
+        launch = attach.get("arguments")
+        token = launch.get(TOKEN) if isinstance(launch, dict) else None
+        if not hmac.compare_digest(str(token).encode(), self._token.encode()):
             return f'ddip: "{TOKEN}" is not that of this group; copy the configuration that %dipdebug --dap prints'
         if not self._is_taken.acquire(blocking=False):
             return "ddip: another IDE is attached to this rank"
         return ""
 
     def _attach(self, client: socket.socket, stream: BinaryIO, greeting: Message, attach: Message) -> None:
-        """Connect the client to the debugger, and pass messages on until one side closes."""
+        """Connect the client to the debugger, and pass messages on until the client leaves."""
         ours, debuggers = socket.socketpair()
-        with ours:
+        with self._keep_open(ours, debuggers):
             self._connect(debuggers)
             send_message(ours, greeting)
             send_message(ours, attach)
-            self._start_thread(self._pass_to_client, ours, client)
+            answers = self._start_thread(self._pass_to_client, ours, client)
+            self.is_attached = True
             try:
                 while True:
                     request = read_message(stream)
@@ -155,20 +172,17 @@ class DapGate:
                     if request.get("command") != "terminate":
                         send_message(ours, request)
             finally:  # also if the IDE has vanished: the rank must continue
-                send_message(ours, {"type": "request", "seq": 1_000_000, "command": "disconnect", "arguments": {}})
-                ours.shutdown(socket.SHUT_WR)
-                self.on_stopped(False)
+                self.is_attached = False
+                send_message(ours, _DISCONNECT)
+                answers.join(GREETING_SECONDS)
 
     def _pass_to_client(self, debugger: socket.socket, client: socket.socket) -> None:
+        """Pass messages on until the debugger has answered `_DISCONNECT`; a client that has left gets none."""
         with contextlib.suppress(OSError, EOFError, ValueError), debugger.makefile("rb") as stream:
-            while True:
-                message = read_message(stream)
-                if message.get("event") in ("stopped", "continued"):
-                    self.on_stopped(message["event"] == "stopped")
+            while (message := read_message(stream)).get("request_seq") != _DISCONNECT["seq"]:
                 if message.get("command") != "initialize":  # which the gate has answered
-                    send_message(client, message)
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):
+                        send_message(client, message)
 
 
 def _reply_to(request: Message) -> Message:
@@ -181,6 +195,8 @@ def _reply_to(request: Message) -> Message:
     }
 
 
+_DISCONNECT: Message = {"type": "request", "seq": 0, "command": "disconnect", "arguments": {}}
+"""The gate's own request; clients begin with 1."""
 _CAPABILITIES = {
     "supportsConfigurationDoneRequest": True,
     "supportsFunctionBreakpoints": True,

@@ -29,7 +29,7 @@ from IPython.core import debugger as ipython_debugger
 from IPython.core.debugger import InterruptiblePdb
 from IPython.core.error import UsageError
 
-from ddip.rank.debugging import ide
+from ddip.rank.debugging import ide_service
 from ddip.rank.debugging.questions import asker
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import stacks, tracebacks
@@ -228,7 +228,7 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
         return
     if asker.break_on is not None and membership.standing.get("rank") not in asker.break_on:
         return
-    if ide.stop_in_ide(_skip_own_frames(sys._getframe())):
+    if ide_service.stop_in_ide(_skip_own_frames(sys._getframe())):
         return
     ensure_answerable()
     debugger = RankDebugger()

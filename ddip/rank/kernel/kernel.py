@@ -96,7 +96,7 @@ from traitlets import Type
 from ddip.protocol import cell_messages, compat_ipython
 from ddip.protocol.cell_messages import AskedQuestion, CellOptions, CellReply, CellRequest
 from ddip.protocol.text import accept_surrogates
-from ddip.rank.debugging import ide, rank_debugger
+from ddip.rank.debugging import ide_service, rank_debugger
 from ddip.rank.debugging.questions import asker
 from ddip.rank.inspection.state_history import history, pause_recording
 from ddip.rank.kernel import answers, app_hooks
@@ -375,7 +375,7 @@ class RankKernel(CellKernel):
         """
         if cell is not None and self._cell == cell:
             self._interrupt_target = cell
-            ide.resume_for_interrupt()
+            ide_service.resume_for_interrupt()
             will_tell = _is_own_handler()  # a handler of the cell's own takes the signal without a trace
             self._signal(signal.SIGINT)
             if pauses and will_tell:
@@ -457,7 +457,7 @@ class RankKernel(CellKernel):
         self._cell = self._request_id()
         try:
             self._aside.give_back()
-            ide.trace_cell()
+            ide_service.trace_cell()
             self._allow_interrupts()
             if app_hooks.before is not None and not silent:
                 app_hooks.call_hook(app_hooks.before)

@@ -50,9 +50,9 @@ class IdeService:
 
         The kernel of `shell` tells the notebook whether the rank has stopped.
         """
-        self._pydevd = pydevd
+        self._pydevd, self._api = pydevd, pydevd.PyDevdAPI()
         for thread in threading.enumerate():
-            if thread is not threading.main_thread():
+            if thread is not threading.main_thread() and not getattr(thread, "ddip_cell", None):
                 _hide_thread(thread)
         pydevd.SetupHolder.setup = {"client": "", "server": False, "port": 0, "multiprocess": False, "ppid": 0}
         settrace = sys.settrace
@@ -60,29 +60,26 @@ class IdeService:
         self._debugger.writer = _NoClient()
         sys.settrace = settrace  # pydevd's own prints a warning for each call
         folders = [os.path.dirname(sys.modules[name].__file__ or "") for name in UNTRACED if name in sys.modules]
-        pydevd.PyDevdAPI().set_dont_trace_start_end_patterns(self._debugger, tuple(folders), ())
-        self._is_interrupted = False
+        self._api.set_dont_trace_start_end_patterns(self._debugger, tuple(folders), ())
         self._wait_suspended = self._debugger.do_wait_suspend
         self._debugger.do_wait_suspend = self._wait_in_ide
         self._debugger.ready_to_run = True
         self._debugger.start_auxiliary_daemon_threads()
+        self._stopped: set[threading.Thread] = set()
+        """Threads that wait for the IDE."""
+        self._is_interrupted = False
+        """True if the main thread has been interrupted while it waited for the IDE."""
+        self._lock = threading.Lock()
+        """Held while `_stopped` changes and the notebook is notified."""
         self._shell, self._send_pause = shell, shell.kernel.send_pause
         self._files: set[Path] = set()
         """Files with the source of cells: an IDE sets breakpoints only in files."""
         shell.events.register("pre_run_cell", self._write_cell)
         atexit.register(self._remove_files)
-        self._is_stopped = False
         self.gate = DapGate(token, _start_thread, self._connect)
-        self.gate.on_stopped = self._note_stopped
 
     def _connect(self, end: socket.socket) -> None:
         self._debugger.initialize_network(end, terminate_on_socket_close=False)
-
-    def _note_stopped(self, is_stopped: bool) -> None:
-        if is_stopped != self._is_stopped:
-            self._is_stopped = is_stopped
-            stacks.at_prompt += 1 if is_stopped else -1
-            self._send_pause(is_stopped)
 
     def _write_cell(self, info: Any) -> None:
         """Write the source of the cell that begins to the file that its code is named after."""
@@ -104,24 +101,41 @@ class IdeService:
         self._pydevd.settrace(suspend=False, patch_multiprocessing=False)
 
     @stacks.never_interrupted
-    def _wait_in_ide(self, thread: threading.Thread, frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+    def _wait_in_ide(self, thread: threading.Thread, frame: FrameType, *args: Any, **kwargs: Any) -> None:
         """Wait until the IDE continues `thread`, which has stopped at `frame`.
 
         An interrupt would leave the debugger's wait with the thread marked as stopped, so it is raised after the wait.
+        Without an IDE, and in threads of ddip, which the debugger stops together with all others, it continues.
         """
-        result = self._wait_suspended(thread, frame, *args, **kwargs)
+        is_ours = thread.name.startswith("ddip-")
+        if self.gate.is_attached and not is_ours:
+            self._is_interrupted = False
+            self._note_stopped(thread, True)
+            try:
+                self._wait_suspended(thread, frame, *args, **kwargs)
+            finally:
+                self._note_stopped(thread, False)
+        if is_ours or not self.gate.is_attached:
+            self._api.request_resume_thread(self._pydevd.get_current_thread_id(thread))
         if self._is_interrupted and thread is threading.main_thread():
             self._is_interrupted = False
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
                 handler(signal.SIGINT, frame)
-        return result
+
+    def _note_stopped(self, thread: threading.Thread, is_stopped: bool) -> None:
+        with self._lock:
+            before = bool(self._stopped)
+            (self._stopped.add if is_stopped else self._stopped.discard)(thread)
+            if before != bool(self._stopped):
+                stacks.at_prompt += 1 if is_stopped else -1
+                self._send_pause(is_stopped)
 
     def resume_for_interrupt(self) -> None:
-        """Continue all threads that have stopped, and interrupt the main thread; runs on any thread."""
-        if self._is_stopped:
-            self._is_interrupted = True
-            self._pydevd.PyDevdAPI().request_resume_thread("*")
+        """Continue all threads that have stopped, and interrupt the main thread if it is one; runs on any thread."""
+        if self._stopped:
+            self._is_interrupted = threading.main_thread() in self._stopped
+            self._api.request_resume_thread("*")
 
     def stop_at(self, frame: FrameType) -> None:
         """Stop at the next line of `frame`."""
@@ -135,7 +149,17 @@ class IdeService:
         atexit.unregister(self._remove_files)
         self._remove_files()
         self.gate.close()
+        self._api.request_resume_thread("*")  # else threads would stop or step again under the next debugger
         self._pydevd.stoptrace()
+
+    def leave_fork(self) -> None:
+        """Forget the debugger in a process that was forked from the rank, where its threads do not run."""
+        atexit.unregister(self._remove_files)  # the files are the rank's
+        self.gate.close_in_fork()
+        self._pydevd.settrace_forked(setup_tracing=False)
+        threading.settrace(None)  # type: ignore[arg-type]
+        if sys.version_info >= (3, 12):
+            self._pydevd.pydevd_sys_monitoring.stop_monitoring(all_threads=True)
 
 
 _service: IdeService | None = None
@@ -178,11 +202,16 @@ def trace_cell() -> None:
         _service.trace()
     elif _is_stale:
         _is_stale = False
-        sys.settrace(None)
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            frame.f_trace = None
-            frame = frame.f_back
+        _stop_tracing()
+
+
+def _stop_tracing() -> None:
+    """Remove trace functions from this thread and its frames."""
+    sys.settrace(None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frame.f_trace = None
+        frame = frame.f_back
 
 
 def resume_for_interrupt() -> None:
@@ -200,14 +229,12 @@ def stop_in_ide(frame: FrameType | None) -> bool:
 
 
 def _end_in_fork() -> None:
-    """Turn tracing off in a process that a cell has forked, where the debugger's threads do not run."""
+    """End the service in a process that a cell has forked: nothing there is traced or stops."""
     global _service
-    if _service is not None:
-        _service = None
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-        if sys.version_info >= (3, 12):
-            sys.monitoring.set_events(sys.monitoring.DEBUGGER_ID, 0)
+    service, _service = _service, None
+    if service is not None:
+        _stop_tracing()
+        service.leave_fork()
 
 
 os.register_at_fork(after_in_child=_end_in_fork)
@@ -234,7 +261,8 @@ def _hide_thread(thread: threading.Thread) -> None:
     thread.is_pydev_daemon_thread = thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
 
 
-def _start_thread(function: Callable[..., object], *args: Any) -> None:
+def _start_thread(function: Callable[..., object], *args: Any) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, name="ddip-ide", daemon=True)
     _hide_thread(thread)
     thread.start()
+    return thread
