@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import tempfile
 import time
@@ -75,15 +77,14 @@ def test_training_goes_on_after_steps_in_the_ide(ide: Ide) -> None:
 
 
 def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
-    pid = ide.notebook.ok("%%dip -r 2\nimport os\nprint(os.getpid())").stdout.strip()
     (ide.notebook.folder / "shapes.py").write_text(SHAPES)
     client = ide.attach(2, (str(ide.notebook.folder / "shapes.py"), 3))
     code = "%%dip -r 2\nimport shapes\nbreakpoint()\na = 1\nb = shapes.double(rank)"
     cell = ide.notebook.begin(code)
     thread, frame = client.wait_for_stop()
-    source = Path(frame["source"]["path"]).read_text()
-    assert source.splitlines()[frame["line"] - 1] in ("breakpoint()", "a = 1")
-    client.set_breakpoint(frame["source"]["path"], 4)
+    file = Path(frame["source"]["path"])
+    assert file.read_text().splitlines()[frame["line"] - 1] in ("breakpoint()", "a = 1")
+    client.set_breakpoint(str(file), 4)
     lines = []
     for _ in range(2):
         client.request("continue", threadId=thread)
@@ -96,7 +97,7 @@ def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
     client.close()
     ide.notebook.ok("%dipdebug --off")
-    assert not Path(tempfile.gettempdir(), f"ipykernel_{pid}").exists()
+    assert not file.exists()
 
 
 def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
@@ -199,9 +200,72 @@ def test_forked_processes_neither_stop_nor_hang(ide: Ide) -> None:
 
 
 def test_the_launch_file_names_ranks(notebook: Notebook) -> None:
+    two = notebook.ok("%dipdebug --dap -r 1-2").stdout
+    assert json.loads(two[two.index("{") :])["compounds"][0]["configurations"] == ["ddip rank 1", "ddip rank 2"]
     one = notebook.ok("%dipdebug --dap -r 2").stdout
     assert 'start "ddip rank 2"' in one and '"compounds": []' in one
     assert Ide(notebook).file["compounds"][0]["configurations"] == [f"ddip rank {rank}" for rank in range(3)]
     again = notebook.ok("%dipdebug --dap -r 2").stdout
     assert json.loads(again[again.index("{") :]) == json.loads(one[one.index("{") :])
     notebook.ok("%dipdebug --off")
+
+
+def begin_stopped(ide: Ide, client: DapClient) -> tuple[int, int]:
+    """Start a background cell, and wait until rank 1 has stopped; return the thread and the number of the cell."""
+    code = "import torch.distributed as dist\nif rank == 1: breakpoint()\ndist.barrier()"
+    number = ide.notebook.ok(f"%%dip --bg\n{code}").number
+    return client.wait_for_stop()[0], number
+
+
+def test_magics_work_while_a_rank_has_stopped(ide: Ide) -> None:
+    _, number = begin_stopped(ide, ide.attach(1))
+    assert "rank 1: at a prompt" in ide.notebook.ok("%dipstack").text
+    assert ide.notebook.ok("%dipstack -v").text and ide.notebook.ok("%dipwatch --once").text
+    assert "does not wait at a prompt" in ide.notebook.fails(f"%dipdebug {number}").message
+    ide.notebook.ok(f"%dipstop {number}")
+    assert ide.notebook.fails(f"%dipwait {number}").error == "CellInterrupted"
+    ide.notebook.ok(PROOF)
+
+
+def test_a_rank_without_an_ide_asks_in_the_notebook(ide: Ide) -> None:
+    client = ide.attach(1)
+
+    def continue_both() -> None:
+        client.request("continue", threadId=client.wait_for_stop()[0])
+        ide.notebook.client.input("c")
+
+    asked = ide.notebook.converse("%%dip -r 0-1\nbreakpoint()\nx = rank", "p rank", continue_both)
+    assert (asked.shown.status, asked.prompts[0][:6]) == ("ok", "rank 0"), asked
+
+
+def test_a_stopped_rank_may_be_killed(ide: Ide) -> None:
+    pid = int(ide.notebook.ok("%%dip -r 1\nimport os\nprint(os.getpid())").stdout)
+    client = ide.attach(1)
+    _, number = begin_stopped(ide, client)
+    os.kill(pid, signal.SIGKILL)
+    assert client.is_closed()
+    assert ide.notebook.fails(f"%dipwait {number}").error == "CellError"
+    ide.notebook.ok("%makedip --repair")
+    ide.notebook.ok(f"%%dip\n{SETUP}")
+    ide.notebook.ok(PROOF)
+    ide.launch = Ide(ide.notebook).launch  # the new rank has another port
+    client = ide.attach(1)
+    cell = ide.notebook.begin("%%dip -r 1\nbreakpoint()\nx = 1")
+    client.request("continue", threadId=client.wait_for_stop()[0])
+    assert ide.notebook.finish(cell).status == "ok"
+
+
+@pytest.mark.parametrize("how", ["%makedip -r", "%makedip -k", "restart"])
+def test_a_group_ends_with_a_rank_in_the_ide(bare_notebook: Notebook, how: str) -> None:
+    bare_notebook.ok("%makedip -n 2")
+    ide = Ide(bare_notebook)
+    client = ide.attach(1)
+    begin_stopped(ide, client)
+    if how == "restart":
+        bare_notebook.restart()
+        bare_notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")
+    else:
+        bare_notebook.ok(how)
+    assert client.is_closed()
+    client.close()
+    assert not list(Path(tempfile.gettempdir()).glob("*/ipykernel_*"))

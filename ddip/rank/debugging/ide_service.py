@@ -7,9 +7,9 @@ stopped. Before Python 3.12, tracing is on only in cells; in ddip's own code, th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -72,29 +72,23 @@ class IdeService:
         self._lock = threading.Lock()
         """Held while `_stopped` changes and the notebook is notified."""
         self._shell, self._send_pause = shell, shell.kernel.send_pause
-        self._files: set[Path] = set()
-        """Files with the source of cells: an IDE sets breakpoints only in files."""
-        shell.events.register("pre_run_cell", self._write_cell)
-        atexit.register(self._remove_files)
+        self._cells = shell.kernel.parent.run_folder / "ipykernel_cells"
+        """Folder with a file for each cell: an IDE sets breakpoints only in files. All ranks of a host share it."""
+        self._name_code = shell.compile.get_code_name
+        shell.compile.get_code_name = self._write_cell
         self.gate = DapGate(token, _start_thread, self._connect)
 
     def _connect(self, end: socket.socket) -> None:
         self._debugger.initialize_network(end, terminate_on_socket_close=False)
 
-    def _write_cell(self, info: Any) -> None:
-        """Write the source of the cell that begins to the file that its code is named after."""
-        file = Path(self._shell.compile.get_code_name(info.raw_cell, info.raw_cell, 0))
-        if file.is_absolute() and not file.exists():
-            with contextlib.suppress(OSError):  # a full disk: breakpoints can still be set in other files
-                file.parent.mkdir(mode=0o700, exist_ok=True)
-                file.write_text(info.raw_cell)
-                self._files.add(file)
-
-    def _remove_files(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.unlink()
-                file.parent.rmdir()  # unless it still contains files
+    def _write_cell(self, source: str, *args: Any) -> str:
+        """Write the source of the cell that begins to a file, and return its name, which becomes that of the code."""
+        file = self._cells / Path(self._name_code(source, *args)).name
+        with contextlib.suppress(OSError):  # a full disk: breakpoints can still be set in other files
+            self._cells.mkdir(mode=0o700, exist_ok=True)
+            if not file.exists():
+                file.write_text(source, encoding="utf-8", errors="replace")
+        return str(file)
 
     def trace(self) -> None:
         """Trace the main thread and threads that it starts, for the cell that begins."""
@@ -145,16 +139,14 @@ class IdeService:
 
     def close(self) -> None:
         """End the debugger and close the port; takes 0.5 s."""
-        self._shell.events.unregister("pre_run_cell", self._write_cell)
-        atexit.unregister(self._remove_files)
-        self._remove_files()
+        del self._shell.compile.get_code_name
+        shutil.rmtree(self._cells, ignore_errors=True)
         self.gate.close()
         self._api.request_resume_thread("*")  # else threads would stop or step again under the next debugger
         self._pydevd.stoptrace()
 
     def leave_fork(self) -> None:
         """Forget the debugger in a process that was forked from the rank, where its threads do not run."""
-        atexit.unregister(self._remove_files)  # the files are the rank's
         self.gate.close_in_fork()
         self._pydevd.settrace_forked(setup_tracing=False)
         threading.settrace(None)  # type: ignore[arg-type]
