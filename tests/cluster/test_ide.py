@@ -55,7 +55,7 @@ def ide(notebook: Notebook) -> Iterator[Ide]:
     for client in opened.clients:
         client.close()
     notebook.ok("%dipdebug --off")
-    threads = "[thread.name for thread in threading.enumerate() if 'pydev' in thread.name or 'ide' in thread.name]"
+    threads = "[each.name for each in threading.enumerate() if each.name == 'ddip-ide' or 'pydev' in each.name]"
     notebook.ok(f"%%dip\nimport sys, threading\nassert sys.gettrace() is None and not {threads}, {threads}")
     for configuration in opened.launch:
         with pytest.raises(ConnectionRefusedError):
@@ -67,6 +67,8 @@ def test_training_goes_on_after_steps_in_the_ide(ide: Ide) -> None:
     cell = ide.notebook.begin(STEPS)
     thread, frame = client.wait_for_stop()
     assert (frame["name"], client.evaluate("step", frame)) == ("train", "3")
+    source = client.request("source", sourceReference=frame["source"]["sourceReference"], source=frame["source"])
+    assert "def train(" in source["body"]["content"]  # an earlier cell, which has no file
     for _ in range(5):
         client.request("next", threadId=thread)
         thread, frame = client.wait_for_stop()
@@ -161,6 +163,28 @@ def test_only_a_client_with_the_token_attaches(ide: Ide) -> None:
     ide.attach(0)
     second = ide.connect(0).greet(**ide.launch[0])
     assert not second["success"] and "another IDE" in second["message"]
+
+
+def test_a_step_ends_with_its_cell(ide: Ide) -> None:
+    client = ide.attach(1)
+    cell = ide.notebook.begin("%%dip -r 1\nbreakpoint()\na = 1")
+    thread, _ = client.wait_for_stop()
+    client.request("next", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+    ide.notebook.ok("%%dip -r 1\nb = 2")
+
+
+def test_threads_of_a_cell_stop(ide: Ide) -> None:
+    (ide.notebook.folder / "shapes.py").write_text(SHAPES)
+    client = ide.attach(1, (str(ide.notebook.folder / "shapes.py"), 3))
+    code = (
+        "import threading, shapes\nwork = threading.Thread(target=shapes.double, args=[7])\nwork.start(), work.join()"
+    )
+    cell = ide.notebook.begin(f"%%dip -r 1\n{code}")
+    thread, frame = client.wait_for_stop()
+    assert (frame["name"], client.evaluate("y", frame)) == ("double", "14")
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
 
 
 FORKS = """%%dip
@@ -269,3 +293,12 @@ def test_a_group_ends_with_a_rank_in_the_ide(bare_notebook: Notebook, how: str) 
     assert client.is_closed()
     client.close()
     assert not list(Path(tempfile.gettempdir()).glob("*/ipykernel_*"))
+
+
+def test_one_error_says_that_debugpy_is_missing(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nimport sys\nkept = sys.modules.pop('debugpy', None)")
+    notebook.ok("%%dip -r 1\nsys.modules['debugpy'] = None")
+    assert "%pip install debugpy" in notebook.fails("%dipdebug --dap").message
+    notebook.ok("%%dip\nsys.modules.pop('debugpy', None)\nif kept: sys.modules['debugpy'] = kept")
+    Ide(notebook)  # the service has ended on the other ranks, and starts on all
+    notebook.ok("%dipdebug --off")

@@ -82,7 +82,7 @@ class IdeService:
         self._debugger.initialize_network(end, terminate_on_socket_close=False)
 
     def _write_cell(self, source: str, *args: Any) -> str:
-        """Write the source of the cell that begins to a file, and return its name, which becomes that of the code."""
+        """Write the `source` of a cell to a file, and return its path, with which the cell is compiled."""
         file = self._cells / Path(self._name_code(source, *args)).name
         with contextlib.suppress(OSError):  # a full disk: breakpoints can still be set in other files
             self._cells.mkdir(mode=0o700, exist_ok=True)
@@ -91,7 +91,11 @@ class IdeService:
         return str(file)
 
     def trace(self) -> None:
-        """Trace the main thread and threads that it starts, for the cell that begins."""
+        """Trace the main thread and threads that it starts, for the cell that begins.
+
+        A step that went on at the end of the last cell does not stop in this one.
+        """
+        self._continue(threading.main_thread())
         self._pydevd.settrace(suspend=False, patch_multiprocessing=False)
 
     @stacks.never_interrupted
@@ -110,12 +114,16 @@ class IdeService:
             finally:
                 self._note_stopped(thread, False)
         if is_ours or not self.gate.is_attached:
-            self._api.request_resume_thread(self._pydevd.get_current_thread_id(thread))
+            self._continue(thread)
         if self._is_interrupted and thread is threading.main_thread():
             self._is_interrupted = False
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
                 handler(signal.SIGINT, frame)
+
+    def _continue(self, thread: threading.Thread) -> None:
+        """Let `thread` neither wait nor stop at the end of a step."""
+        self._api.request_resume_thread(self._pydevd.get_current_thread_id(thread))
 
     def _note_stopped(self, thread: threading.Thread, is_stopped: bool) -> None:
         with self._lock:
@@ -126,7 +134,7 @@ class IdeService:
                 self._send_pause(is_stopped)
 
     def resume_for_interrupt(self) -> None:
-        """Continue all threads that have stopped, and interrupt the main thread if it is one; runs on any thread."""
+        """Continue the threads that have stopped, and interrupt the main thread if it has; runs on any thread."""
         if self._stopped:
             self._is_interrupted = threading.main_thread() in self._stopped
             self._api.request_resume_thread("*")
