@@ -105,9 +105,9 @@ class IdeService:
         An interrupt would leave the debugger's wait with the thread marked as stopped, so it is raised after the wait.
         Without an IDE, and in threads of ddip, which the debugger stops together with all others, it continues.
         """
-        is_ours = thread.name.startswith("ddip-")
+        is_main, is_ours = thread is threading.main_thread(), thread.name.startswith("ddip-")
         if self.gate.is_attached and not is_ours:
-            self._is_interrupted = False
+            self._is_interrupted &= not is_main
             self._note_stopped(thread, True)
             try:
                 self._wait_suspended(thread, frame, *args, **kwargs)
@@ -115,7 +115,7 @@ class IdeService:
                 self._note_stopped(thread, False)
         if is_ours or not self.gate.is_attached:
             self._continue(thread)
-        if self._is_interrupted and thread is threading.main_thread():
+        if self._is_interrupted and is_main:
             self._is_interrupted = False
             handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
