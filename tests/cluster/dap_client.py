@@ -46,6 +46,7 @@ class DapClient:
         """Attach to the rank, and set breakpoints: pairs of a file and a line."""
         response = self.greet(**launch)
         assert response["success"], response
+        self.event("initialized")  # before which IDEs set no breakpoints
         for path, line in breakpoints:
             self.set_breakpoint(path, line)
         self.request("configurationDone")
