@@ -116,7 +116,9 @@ def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
 
 def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     client = ide.attach(1)
-    cell = ide.notebook.begin("%%dip\nkept = rank\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1")
+    cell = ide.notebook.begin(
+        "%%dip\nkept = rank\ndist.barrier()\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1"
+    )
     client.wait_for_stop()
     ide.notebook.interrupt()
     assert ide.notebook.finish(cell).error == "CellInterrupted"

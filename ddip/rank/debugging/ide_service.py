@@ -163,6 +163,7 @@ class IdeService:
 
 
 _service: IdeService | None = None
+"""The service of this rank, while it is on."""
 _is_stale = False
 """True if the service has ended, but the main thread may still have its trace functions."""
 
