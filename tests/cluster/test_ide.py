@@ -97,7 +97,13 @@ def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
     assert lines == [("<module>", 4), ("double", 3)]
     client.request("continue", threadId=thread)
     assert ide.notebook.finish(cell).status == "ok"
-    client.close()
+    other = ide.attach(1, (str(file), 4))  # the same file on another rank
+    cell = ide.notebook.begin(code.replace("-r 2", "-r 1"))
+    for line in (3, 4):
+        thread, frame = other.wait_for_stop()
+        assert (frame["source"]["path"], frame["line"]) == (str(file), line)
+        other.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
     ide.notebook.ok("%dipdebug --off")
     assert not file.exists()
 
