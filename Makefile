@@ -46,8 +46,8 @@ demo: $(READY)
 
 # RECORD=newest writes the result to docs/compatibility.md.
 test: $(READY)
-	$(BIN)/python -m pytest $(if $(RECORD),--junitxml=build/tests.xml) $(ARGS)
-	$(if $(RECORD),$(BIN)/python tests/platforms/record_run.py $(RECORD) build/tests.xml)
+	$(BIN)/python -m pytest $(if $(RECORD),--junitxml=build/tests.xml) $(ARGS); code=$$?; \
+	test -z "$(RECORD)" || $(BIN)/python tests/platforms/record_run.py $(RECORD) build/tests.xml; exit $$code
 
 # Keeps one core busy until this shell ends.
 BUSY := import os; shell = os.getppid(); any(os.getppid() != shell for _ in iter(int, 1))
@@ -74,7 +74,8 @@ test-hosts: $(READY)
 
 VERSION ?= 3.14
 test-python:
-	CHROOTS="$(CHROOTS)" TORCH="$(TORCH)" TARGET="$(TARGET)" PLATFORM="$(PLATFORM)" tests/platforms/chroot.sh $(VERSION) $(ARGS)
+	CHROOTS="$(CHROOTS)" TORCH="$(TORCH)" TARGET="$(TARGET)" PLATFORM="$(PLATFORM)" RECORD="$(RECORD)" \
+	tests/platforms/chroot.sh $(VERSION) $(ARGS)
 
 pictures: $(SYSTEM)
 	$(BIN)/python -m tests.system.pictures notebooks/pictures

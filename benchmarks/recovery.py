@@ -47,7 +47,7 @@ def _cause_fault_while_rank_1_waits(
     def watch() -> None:
         place = None
         while place is None or place.function != "all_reduce":
-            place = group.ranks.places([1])[1]
+            place = group.ranks.stack_locations([1])[1]
         happened.append(time.time())
         fault()
 

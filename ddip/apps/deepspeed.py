@@ -1,4 +1,4 @@
-"""Let DeepSpeed continue after a fault: its process groups are lost when ddip rebuilds the group.
+"""Make DeepSpeed continue after a fault: its process groups are lost when ddip rebuilds the group.
 
 There is nothing to prepare: ``deepspeed.init_distributed`` uses the existing group, and torch builds DeepSpeed's ops
 once per host while the other ranks wait. The cells import DeepSpeed, since its import looks for GPUs and starts

@@ -20,7 +20,7 @@ CALLED = "\x1b[90mnotebook_launcher: the ranks are running already; {} runs on e
 
 @contextlib.contextmanager
 def _fresh_accelerate_state() -> Iterator[None]:
-    """Let the function's first Accelerator choose the settings, as in a new process.
+    """Reset accelerate's settings, so that the function's first Accelerator chooses them, as in a new process.
 
     Without a new Accelerator, the former settings are restored.
     """

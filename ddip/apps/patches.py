@@ -32,7 +32,7 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def replace_imports(name: str, original: Any, value: Any) -> None:
-    """Replace `original` by `value` in every module that has imported it as `name`, until `undo_all`."""
+    """Replace `original` with `value` in every module that has imported it as `name`, until `undo_all`."""
     _replace_imported(name, original, value)
     _undo.append(lambda: _replace_imported(name, value, original))  # it also reaches modules that are imported later
 

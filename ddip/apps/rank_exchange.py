@@ -94,7 +94,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def average_tensor(tensor: Tensor) -> None:
-    """Replace `tensor` by its mean over the ranks, in place. A collective."""
+    """Replace `tensor` with its mean over the ranks, in place. A collective."""
     dist.all_reduce(tensor)
     tensor /= world_size()
 

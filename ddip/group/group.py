@@ -656,7 +656,7 @@ class Group:
                 ranks, on_rank.whole_stack(), seconds=STACK_SECONDS, button=button
             )
             silent = [rank for rank, answer in answers.items() if answer is None and rank not in ended]
-            outside = {} if button.pressed else self.ranks.places_from_outside(silent)
+            outside = {} if button.pressed else self.ranks.stack_locations_from_outside(silent)
             stacks: dict[int, Stack | None] = {}
             for rank, answer in answers.items():
                 if answer is not None:
@@ -755,7 +755,7 @@ class Group:
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
         """Make `call` on the main thread of rank 0; return None if it fails or takes longer than `seconds`.
 
-        Returns None also if rank 0 is busy or has ended. A call that takes longer continues until the group needs the
+        Returns None, too, if rank 0 is busy or has ended. A call that takes longer continues until the group needs the
         rank, and is interrupted then.
         """
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
@@ -763,7 +763,7 @@ class Group:
         return self.ranks.try_call(0, call, seconds)
 
     def has_name(self, name: str) -> bool:
-        """Return whether rank 0 has a variable `name`; False also if it does not answer within two seconds."""
+        """Return whether rank 0 has a variable `name`; False, too, if it does not answer within two seconds."""
         return name in self.variable_names(name)
 
     def variable_names(self, beginning: str, rank: int = 0, seconds: float = NAME_SECONDS) -> list[str]:

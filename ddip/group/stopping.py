@@ -42,7 +42,7 @@ class Button:
         self.pressed = False
 
     def watch(self, futures: Iterable[Future[Any]]) -> None:
-        """Let each of `futures` end a `sleep` when it is done."""
+        """Make each of `futures` end a `sleep` when it is done."""
         for future in futures:
             future.add_done_callback(lambda _: self._events.put(None))
 

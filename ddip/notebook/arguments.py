@@ -269,7 +269,7 @@ def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
 
 
 def parse_request(args: Any) -> placement.Request:
-    """Return the group requested by the arguments of ``%makedip``; raises BadInput."""
+    """Return the request for a group that the arguments of ``%makedip`` state. Raises BadInput."""
     hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
     reach = _parse_reach(args)
     is_remote = bool(hosts) or reach.finds
@@ -380,7 +380,7 @@ def names_and_ranks(
     """Return the names of variables, each once, and the ranks, or None if no ``-r`` was `typed`.
 
     `names`: words before ``-r``; `typed`: words after it; `size`: number of ranks; `magic`: for messages. In ``-r 1
-    model`` the words after the ranks are names, as a user expects. Raises BadInput, also if there is no name.
+    model`` the words after the ranks are names, as a user expects. Raises BadInput, for example if there is no name.
     """
     words = list(typed or [])
     split = next((i for i, word in enumerate(words) if word.strip(",").isidentifier() and word != "all"), len(words))

@@ -249,10 +249,10 @@ class CellMagics(Magics):
     @argument("--off", action="store_true", help="End --dap on all ranks: IDEs detach.")
     @line_magic
     def dipdebug(self, line: str = "") -> None:
-        """Open the debugger at the error of the last cell, or in a background cell at a breakpoint.
+        """Open the debugger at the error of the last cell, or at the breakpoint where a background cell waits.
 
-        Ranks keep the frames of an error after %pdb on in a %%dip cell, or with %config DipMagics.keep_frames = True,
-        until the next cell runs on them. A foreground cell opens the debugger by itself.
+        To keep the frames of an error until the next cell, run %pdb on in a %%dip cell, or set
+        %config DipMagics.keep_frames = True. In a foreground cell, a breakpoint opens the debugger by itself.
         --dap opens ports for an IDE instead, which slows Python code on the ranks down until --off.
         """
         args = arguments.parse_line(self.dipdebug, "%dipdebug", line)

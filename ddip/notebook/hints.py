@@ -127,7 +127,7 @@ class Hints:
         return [Completion(*span, match, type=kinds.get(match)) for match in answer["matches"]]
 
     def _inspect_on_rank_0(self, code: str, cursor: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Let rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
+        """Have rank 0 answer ``?`` if possible; replaces the kernel's ``do_inspect``."""
         from ddip.protocol import on_rank  # not needed by %load_ext, which must be fast
 
         asked = self._ask_rank_0(lambda text, at: on_rank.inspect_code(text, at, detail_level), code, cursor)

@@ -145,7 +145,7 @@ class CellOutputArea:
         self.closed = True
 
     def write(self, stream: str, text: str) -> None:
-        """Write to ``stdout`` or ``stderr``; after the end of the cell, a terminal labels the text."""
+        """Write `text` to `stream`, ``stdout`` or ``stderr``; after the end of the cell, a terminal adds a label."""
         if not text:
             return
         if not self.closed:
@@ -206,7 +206,7 @@ class CellOutputArea:
             self._send(header["msg_type"], message["content"], message.get("buffers"), message.get("metadata"))
 
     def capture(self, model: str) -> None:
-        """Let the Output widget `model` on the page capture the output from now on; ``""`` ends capturing.
+        """Make the Output widget `model` on the page capture the output from now on; ``""`` ends capturing.
 
         A page selects the output to capture by the ID of the cell's request. So the widget captures all output of the
         cell, whichever rank it comes from; it ignores updates of displays.
@@ -312,7 +312,7 @@ class Notice:
         self._show(text, update=False)
 
     def replace(self, text: str) -> None:
-        """Replace the notice by `text`; if the front end cannot change outputs, the notice stays."""
+        """Replace the notice with `text`; if the front end cannot change outputs, the notice stays."""
         if self._id:
             self._show(text, update=True)
 

@@ -67,7 +67,7 @@ class Progress:
     def end(self, text: str) -> None:
         """Replace the progress line with `text`; an empty `text` removes it.
 
-        Outside a page, `text` is printed to stdout, also if no line was shown.
+        Outside a page, `text` is printed to stdout, even if no line was shown.
         """
         if self._page:
             if text or self._last:

@@ -60,9 +60,9 @@ class Screen:
             self._trim_tail()
 
     def jump(self, line: int, text: str, cut: int = 0) -> None:
-        """Replace the text from `line` on by `text`, the end of text whose middle the rank has omitted.
+        """Drop the text from `line` on, counted from 0, and write `text`, which follows a part that the rank omitted.
 
-        `line` counts from 0. `text` begins after `cut` omitted characters of that line.
+        `cut` is the number of omitted characters at the start of `line`.
         """
         if self._is_complete and line < len(self._tail) and not cut:  # `text` joins what is here without a gap
             self._tail[line:] = [""]

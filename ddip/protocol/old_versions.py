@@ -38,7 +38,7 @@ class RequestBuffers:
 
 
 def keep_cell_numbers(compiler: Any) -> None:
-    """Let IPython's compiler keep the number of each cell by its file name. Not needed from IPython 8 on."""
+    """Make IPython's compiler keep the number of each cell by its file name. Not needed from IPython 8 on."""
     if hasattr(compiler, "_filename_map"):
         return
     cache, numbers = compiler.cache, dict[str, int]()

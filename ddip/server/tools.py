@@ -184,7 +184,7 @@ async def ddip_stop(number: int | None = None, notebook: str = "") -> Data:
 
 
 async def ddip_repair(names: list[str] | None = None, source: int = 0, notebook: str = "") -> Data:
-    """Replace the processes of ranks that have ended or cannot be stopped.
+    """Start new processes for ranks that have ended or cannot be stopped.
 
     The other ranks keep their variables. The new ranks have no variables except `names`. Returns the status of the
     group, as ddip_status does.
@@ -234,7 +234,7 @@ TOOLS = [
 async def _call_notebook(notebook: str, name: str, seconds: float, /, **arguments: Any) -> Data:
     """Call the function `name` in the kernel of `notebook`, and return its result.
 
-    Raises ToolError, also if the caller does not have the server's token.
+    Raises ToolError, for example if the caller does not have the server's token.
     """
     app = access.authorized_server()
     sessions = await app.session_manager.list_sessions()

@@ -608,6 +608,24 @@ def test_reading_requests_keep_the_recorded_checksums(cells: ddip.Group) -> None
     run_and_record(cells, "del recorder._schedule")
 
 
+def test_the_state_after_a_sync_keeps_its_checksums(cells: ddip.Group) -> None:
+    run_and_record(
+        cells,
+        """
+        from ddip.rank.inspection.state_history import history as recorder
+        scheduled, schedule = [], recorder._schedule
+        recorder._schedule = lambda *args: (scheduled.append(args), schedule(*args))
+        count = 0
+    """,
+    )
+    with pytest.raises(ddip.CellError):
+        cells.run("if rank == 1: raise ValueError\ncount += 1")
+    run_and_record(cells, "scheduled.clear()")
+    assert cells.sync() == ["count"]
+    cells.run("assert scheduled.count((0.05, False)) == 1, scheduled")  # a second walk would replace the checksums
+    run_and_record(cells, "del recorder._schedule")
+
+
 def test_a_fault_after_a_sync_is_compared_with_the_sync(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     run_and_record(cells, "count, average = 0, torch.zeros(100)")
     with pytest.raises(ddip.CellError):

@@ -156,6 +156,20 @@ def test_a_stopped_script_trains_again_as_under_torchrun(
     assert results_in(folder) == of_torchrun
 
 
+@pytest.mark.native("sockets")
+def test_a_failed_script_leaves_no_wrapper_to_recreate(
+    cells: ddip.Group, train: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run(train)  # it destroys the group at its end
+    cells.run("import torch; model = torch.nn.Linear(2, 1); model(torch.ones(2)).sum().backward()")
+    capsys.readouterr()
+    with pytest.raises(CellError):
+        cells.run(f"{train} --fault error")
+    cells.run("pass")
+    stderr = capsys.readouterr().err
+    assert "gradients of `model` were cleared" in stderr and "recreated" not in stderr
+
+
 @pytest.mark.parametrize("context", few(("fork", "spawn", "forkserver"), "fork"))
 def test_data_loader_workers_find_the_dataset_of_the_script(
     cells: ddip.Group, folder: Path, train: str, of_torchrun: list[Any], context: str

@@ -161,7 +161,7 @@ def test_a_stop_in_backward_asks_to_recreate_the_model(ranks: ddip.Group) -> Non
     """)
 
     def all_ranks_wait() -> bool:
-        places = ranks.ranks.places([0, 1], 5)
+        places = ranks.ranks.stack_locations([0, 1], 5)
         return all(place is not None and place.function == "backward" for place in places.values()) or all(
             place is not None and place.function in ("backward", "barrier", "wait") for place in places.values()
         )

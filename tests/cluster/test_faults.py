@@ -148,7 +148,7 @@ def do_when_ranks_wait(group: ddip.Group, do: Callable[[], None]) -> threading.T
 
     def read_progress() -> list[object]:
         answers = group.ranks.call_on_control_channel(range(4), on_rank.main_thread_pulse(), 10)
-        places = group.ranks.places(range(4), 10)
+        places = group.ranks.stack_locations(range(4), 10)
         idle = places[0] is not None and places[0].state == "idle"
         waiting = all(place is not None and place.line == 2 for rank, place in places.items() if rank)
         return [idle and waiting, *(answers[rank] and answers[rank][0] for rank in (1, 2, 3))]

@@ -821,7 +821,7 @@ def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
         press_stop()
 
     def is_in_barrier() -> bool:
-        place = cells.ranks.places([1], 5)[1]
+        place = cells.ranks.stack_locations([1], 5)[1]
         return place is not None and place.function == "barrier"
 
     thread = meanwhile(is_in_barrier, show_stack_and_stop)
@@ -843,4 +843,6 @@ def test_a_rank_waiting_in_c_shows_its_stack(cells: ddip.Group) -> None:
     if switches.is_on(switches.SOCKETS):  # otherwise the rank has to be replaced
         assert "did not stop" not in str(stopped.value)
         # garbage may be collected first, which takes a second on a busy machine
-        wait_until(lambda: {place and place.state for place in cells.ranks.places([0, 1], 5).values()} == {"idle"})
+        wait_until(
+            lambda: {place and place.state for place in cells.ranks.stack_locations([0, 1], 5).values()} == {"idle"}
+        )

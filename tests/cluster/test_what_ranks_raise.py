@@ -251,7 +251,7 @@ def test_text_that_utf8_cannot_carry_arrives_escaped(cells: ddip.Group, capsys: 
     with pytest.raises(TransferError, match="odd") as refused:
         cells.pull(["odd"])
     str(refused.value).encode()
-    cells.run(r"'x\ud800y'")
+    cells.run(r"odd = 'x\ud800y'; odd")  # Python 3.13 compiles no docstring with half a character
     assert r"x\ud800y" in capsys.readouterr().out
     cells.run(PROOF)
 

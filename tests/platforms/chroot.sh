@@ -2,6 +2,7 @@
 # Run the tests on another version of Python, in a chroot of the Debian release that has it:
 #     chroot.sh VERSION [PYTEST ARGUMENTS]
 # With TARGET=test-platform and PLATFORM=colab or kaggle, with the packages that this platform pins.
+# RECORD=NAME writes the result to docs/compatibility.md, as in make test.
 # The chroots and their virtual environments stay in CHROOTS, so that the next run starts at once. Mounts exist only in
 # a mount namespace of this script, so the kernel removes them when it ends, however it ends.
 set -euo pipefail
@@ -70,4 +71,4 @@ fi
 shift
 env -u TMPDIR -u PYTHONPATH -u VIRTUAL_ENV -u XDG_RUNTIME_DIR HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
   chroot "$root" make -C /ddip --no-print-directory "${TARGET:-test}" VENV=/venv PYTHON=python3 \
-  "TORCH=${TORCH:-torch}" "PLATFORM=${PLATFORM:-colab}" "ARGS=${*@Q}"
+  "TORCH=${TORCH:-torch}" "PLATFORM=${PLATFORM:-colab}" "RECORD=${RECORD:-}" "ARGS=${*@Q}"

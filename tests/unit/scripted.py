@@ -535,3 +535,17 @@ class ScriptedGroup(Group):
 def press_stop() -> None:
     """Press the stop button."""
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_stop_once(answer: Any) -> Callable[..., Any]:
+    """Return a function that returns `answer`; its first call presses the stop button.
+
+    A request that is repeated, such as one for a rank's pulse, would press it again after the cell.
+    """
+    presses = iter([press_stop])
+
+    def press_and_answer(*_: Any) -> Any:
+        next(presses, lambda: None)()
+        return answer
+
+    return press_and_answer

@@ -21,7 +21,7 @@ from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
 
 from .conftest import NewGroup
-from .scripted import group_use, press_stop, stream_message
+from .scripted import group_use, press_stop, press_stop_once, stream_message
 
 
 def cell_by_rank(*lines: str) -> str:
@@ -69,7 +69,7 @@ def test_a_failed_rank_unblocks_waiting_ranks_and_causes_a_rebuild(
 
 def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.main_thread_location.target] = lambda: _press_and(
+    group.engine(1).answers[on_rank.main_thread_location.target] = press_stop_once(
         {"cell": 7, "line": 3, "source": "loop()"}
     )
     with pytest.raises(CellInterrupted):
@@ -79,14 +79,9 @@ def test_ranks_that_still_run_after_an_error_are_named(new_group: NewGroup, caps
     assert "rank 1: cell [7] line 3: loop()" in stderr
 
 
-def _press_and(answer: Any) -> Any:
-    press_stop()
-    return answer
-
-
 def test_the_stop_button_ends_sleeping_and_waiting_ranks(new_group: NewGroup) -> None:
     group = new_group(3)
-    group.engine(2).answers[on_rank.main_thread_pulse.target] = lambda: _press_and([0, 0.0])
+    group.engine(2).answers[on_rank.main_thread_pulse.target] = press_stop_once([0, 0.0])
     with pytest.raises(CellInterrupted, match="^the cell was interrupted on ranks 0-2$") as error:
         group.run(cell_by_rank("wait", "sleep", "sleep"), show_ranks=[0, 1, 2])
     assert error.value.by_rank[0].waited == "all_reduce" and error.value.by_rank[1].name == "KeyboardInterrupt"
@@ -122,7 +117,7 @@ def test_a_cell_that_never_began_on_one_rank_fails(new_group: NewGroup, caplog: 
 
 def test_a_finished_rank_is_not_reported_as_interrupted(new_group: NewGroup, impatient: None) -> None:
     group = new_group(2)
-    group.engine(1).answers[on_rank.main_thread_pulse.target] = lambda: _press_and([0, 0.0])
+    group.engine(1).answers[on_rank.main_thread_pulse.target] = press_stop_once([0, 0.0])
     with pytest.raises(CellInterrupted, match="on rank 1\nrank 1 "):
         group.run(cell_by_rank("pass", "deaf"))
 
@@ -183,7 +178,7 @@ def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatien
 
 def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2, stall_timeout=0.02)
-    group.engine(1).answers[on_rank.main_thread_location.target] = lambda: _press_and(
+    group.engine(1).answers[on_rank.main_thread_location.target] = press_stop_once(
         {"function": "all_reduce", "cell": 1, "line": 2}
     )
     with pytest.raises(CellInterrupted):

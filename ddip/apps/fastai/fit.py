@@ -70,7 +70,7 @@ class DdipFirst(TrainingCallback):
         self.job.end_backward()
 
     def after_batch(self) -> None:
-        """Replace this rank's loss by that of all ranks, for records and decisions."""
+        """Replace this rank's loss with that of all ranks, for records and decisions."""
         self.job.unwrap()
         self.job.finish_loss_allreduce()
         if self.job.is_filler:

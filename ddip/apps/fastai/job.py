@@ -171,7 +171,10 @@ class Job:
             self.learn.loss, self._work = self._loss, None
 
     def wrap(self) -> None:
-        """Replace the learner's model by a wrapper that averages gradients."""
+        """Replace the learner's model, kept in `model`, with a wrapper that averages gradients over the ranks.
+
+        The wrapper is reused until parameters are frozen or unfrozen.
+        """
         model = self.learn.model
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         if trained != self._wrapped_trainable:  # a callback may freeze and unfreeze, as fastai's for GANs does

@@ -46,7 +46,7 @@ def rejoined() -> None:
 
 
 def begin_cell() -> None:
-    """Let only rank 0 show progress bars, and forget the optimizer steps of the last cell."""
+    """Show progress bars only on rank 0, and forget the optimizer steps of the last cell."""
     hf_show.begin_cell()
     living.begin_cell()
 

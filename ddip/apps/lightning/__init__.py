@@ -36,7 +36,7 @@ def release() -> None:
 
 
 def begin_cell() -> None:
-    """Let only the first rank of the cell show and write common output.
+    """Show and write common output only on the first rank of the cell.
 
     Lightning determines the rank on import, which is before the fork. Until it has made a Trainer, each rank would
     otherwise take itself for the first one.

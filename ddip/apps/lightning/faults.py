@@ -60,7 +60,7 @@ def _clean_up_failed_search(loop_run: Callable[..., None], restore: Callable[...
 
 
 def detach_from_other_ranks(trainer: Any) -> None:
-    """Replace the collectives of `trainer` by local results until `rejoin_other_ranks`.
+    """Replace the collectives of `trainer` with local results until `rejoin_other_ranks`.
 
     Checkpoints of sharded models are not written meanwhile, and obsolete ones stay until `remove_obsolete_checkpoints`.
     """

@@ -198,7 +198,7 @@ class Agent:
     # -- the end
 
     def _beat(self) -> None:
-        """Send beats, and end the agent once the notebook's host acknowledges nothing any more."""
+        """Send a beat every BEAT_SECONDS; end the agent once the notebook's host acknowledges none."""
         last_beat = 0.0
         while True:
             with self._guard:

@@ -136,7 +136,7 @@ class Hosts:
         return self._connection_infos[number]
 
     def close(self) -> None:
-        """Let each host end all its processes, and wait until they have ended."""
+        """Make each host end all its processes, and wait until they have ended."""
         for host in self.remote:
             host.hang_up()
         for host in self.remote:

@@ -187,7 +187,7 @@ class RemoteHost:
         return wait_for(self, self.begin(function, *args, **kwargs), ASK_SECONDS)
 
     def close(self) -> None:
-        """Let the agent end all processes there, and wait for up to ASK_SECONDS until it has."""
+        """Make the agent end all processes there, and wait for up to ASK_SECONDS until it has."""
         self.hang_up()
         if self._facts.done():  # else there may be no agent that could be waited for
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,7 +195,7 @@ class RemoteHost:
         self.kill()
 
     def hang_up(self) -> None:
-        """Let the agent end all processes there; return at once."""
+        """Ask the agent to end all processes there; return at once."""
         self._to_agent.close()
 
     def kill(self) -> None:

@@ -81,7 +81,7 @@ class Keeper:
         return json.loads(line) if line else {"error": "ddip's process for the job has ended", "may_exist": True}
 
     def cancel(self) -> str:
-        """Let the keeper cancel the job, and return a clause that says whether Slurm has confirmed it.
+        """Make the keeper cancel the job, and return a clause that says whether Slurm has confirmed it.
 
         Waits up to CANCEL_SECONDS for the keeper, and as long again if it has failed.
         """
@@ -114,7 +114,7 @@ class SlurmUnavailable(GroupError):
 def parse_options(typed: str) -> dict[str, str]:
     """Parse options such as ``nodes=2 gpus=4 time=2:00:00 exclusive``; return values by option of sbatch.
 
-    An option without a value has an empty one. Raises BadInput, also if ``nodes`` is missing.
+    An option without a value has an empty one. Raises BadInput, for example if ``nodes`` is missing.
     """
     try:
         words = shlex.split(typed)

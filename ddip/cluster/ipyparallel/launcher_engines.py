@@ -125,7 +125,7 @@ def give_back(file: str) -> None:
 
 
 def _end_keeper(keeper: subprocess.Popen[bytes]) -> None:
-    """Let the keeper end its cluster, and wait for that; kill it after END_SECONDS."""
+    """Close the keeper's stdin, which makes it end its cluster; kill it if it still runs after END_SECONDS."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(OSError):
         keeper.stdin.close()

@@ -10,7 +10,7 @@ that ``step`` returns.
     the stop button             interrupt all running ranks; on a second press, abort their collectives at once
     time passes                 abort waiting collectives, interrupt at the timeout, report which rank holds the
                                 cell up, abandon ranks that do not stop
-    ranks wait in vain          abort their collectives at once, also if no rank has failed
+    ranks wait in vain          abort their collectives at once, even if no rank has failed
     an answer to a question     whether ranks make progress, which only the runner can find out
 
 A rank whose process has ended also counts as having replied: its error is ``RANK_ENDED``. A rank can therefore leave

@@ -132,7 +132,7 @@ class Cells:
         """
         stuck = self.settle()
         if stuck:
-            places = places_text(self._ranks.places(stuck))
+            places = places_text(self._ranks.stack_locations(stuck))
             problem = still_text(stuck, self._ranks.busy)
             raise GroupError(f"{problem}:\n{places}\n{self._ranks.advise_on_stuck(stuck)}")
 

@@ -128,9 +128,9 @@ class Differences:
         return bool(self._failed)
 
     def report_fault(self) -> None:
-        """Compare the ranks after a fault, and print any differences; waits for all ranks, which must be free.
+        """Compare all ranks after a fault, and print the differences; wait for the ranks, which must be idle.
 
-        Raises RequestInterrupted, and the next call compares again; a failed comparison is only printed.
+        If interrupted, raises RequestInterrupted, and the next call repeats the comparison. If it fails, prints why.
         """
         failed, self._failed = self._failed, []
         try:

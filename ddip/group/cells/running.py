@@ -113,7 +113,7 @@ class Notices:
         self._shown.append((Notice(text), past_text))
 
     def mark_resolved(self) -> None:
-        """Replace each notice by its text in the past tense: all ranks have finished."""
+        """Replace each notice with its text in the past tense: all ranks have finished."""
         for notice, past_text in self._shown:
             notice.replace(past_text)
 
@@ -479,7 +479,7 @@ class RunningCell:
             lines.append(places_text(self._places))
         if stuck:
             lines.append(f"{ranks_text(stuck)} did not stop:")
-            lines.append(places_text(self._ranks.places(stuck)))
+            lines.append(places_text(self._ranks.stack_locations(stuck)))
             lines += self._logged_output(stuck)
             lines.append(self._ranks.advise_on_stuck(stuck))
         return "\n".join(lines)
@@ -507,7 +507,7 @@ class RunningCell:
     def wait_for(self, others: Sequence[Cell]) -> bool:
         """Wait until `others` have ended, before this cell begins; return False if stopped or the group ends.
 
-        Returns True also if one of `others` failed.
+        Returns True even if one of `others` failed.
         """
         for other in others:
             other.done.add_done_callback(self._sender_of(OtherCellEnded()))
@@ -547,13 +547,13 @@ class RunningCell:
         return len(self._ranks.members)
 
     def wake_up(self) -> None:
-        """Let the thread that follows the cell return from its wait for an event."""
+        """Wake the thread that follows the cell from its wait for an event."""
         self.events.put(MessagesArrived())
 
     def describe_places(self) -> str:
         """Return the position of each rank, one line per position."""
         finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
-        return places_text({**finished, **self._ranks.places(self.unfinished)})
+        return places_text({**finished, **self._ranks.stack_locations(self.unfinished)})
 
     def answer(self, question: OpenQuestion, text: str | None) -> None:
         """Send the answer to a question of a rank; None raises EOFError there."""
@@ -672,15 +672,15 @@ class RunningCell:
             case RankAction.ABORT:
                 self._release()
             case RankAction.RECORD_PLACES:
-                self._places = self._ranks.places(running)
+                self._places = self._ranks.stack_locations(running)
             case RankAction.CHECK:
                 self._ranks.cluster.ensure_controller()
                 self._ranks.watch_memory(running)
             case RankAction.REPORT_RUNNING:
-                self._notices.report_running(running, CellError(self.errors), self._ranks.places(running))
+                self._notices.report_running(running, CellError(self.errors), self._ranks.stack_locations(running))
             case RankAction.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
-                where = {**finished, **self._ranks.places(running)}
+                where = {**finished, **self._ranks.stack_locations(running)}
                 causes = [self._ranks.cluster.stopped(), self._manager.describe_partition()]
                 self._notices.report_stall(self._state.limits.stall_timeout, where, causes)
             case Question.WHO_MOVES:

@@ -56,7 +56,7 @@ class AskingCell(Protocol):
         """Interrupt the cell, without waiting."""
 
     def wake_up(self) -> None:
-        """Let the thread that follows the cell look at once whether the prompt has ended."""
+        """Wake the thread that follows the cell, which then checks whether the prompt has ended."""
 
     def describe_places(self) -> str:
         """Return the position of each rank, one line per position."""

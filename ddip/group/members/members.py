@@ -229,13 +229,13 @@ class Members:
         tables = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
         return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
-    def places(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
+    def stack_locations(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
         """Return the stack location of the main thread of each of `ranks`, by rank.
 
-        Waits at most `seconds` for the ranks. For ranks that do not answer, see `places_from_outside`.
+        Waits at most `seconds` for the ranks. For ranks that do not answer, see `stack_locations_from_outside`.
         """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
-        outside = self.places_from_outside([rank for rank, answer in answers.items() if answer is None])
+        outside = self.stack_locations_from_outside([rank for rank, answer in answers.items() if answer is None])
         return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
 
     def advise_on_stuck(self, stuck: Sequence[int]) -> str:
@@ -250,10 +250,10 @@ class Members:
         """
         answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=AT_ONCE_SECONDS)
         silent = [rank for rank, answer in answers.items() if answer is None][:MOST_INSPECTED]
-        places = self.places_from_outside(silent)
+        places = self.stack_locations_from_outside(silent)
         return [rank for rank, place in places.items() if place is not None and place.function in NOT_STOPPABLE]
 
-    def places_from_outside(self, ranks: Sequence[int]) -> dict[int, StackLocation | None]:
+    def stack_locations_from_outside(self, ranks: Sequence[int]) -> dict[int, StackLocation | None]:
         """Return the stack locations of ranks that cannot answer, as their hosts report them.
 
         The location is None for a rank that does not even handle a signal, and on a silent host.

@@ -66,8 +66,8 @@ class Allocation:
     def request_nodes(self, lost_hosts: Sequence[int], progress: Report) -> tuple[int, list[str]]:
         """Submit a Slurm job for one new node per host in `lost_hosts`, and return its ID and nodes.
 
-        It waits until the job runs; `move` then moves the group there. Raises GroupError, also if the group's job is
-        not ddip's, or RequestInterrupted.
+        It waits until the job runs; `move` then moves the group there. Raises RequestInterrupted and GroupError, for
+        example if ddip did not submit the group's job.
         """
         reach, names = self.request.reach, [host.name for host in self.request.hosts]
         if not reach.slurm:

@@ -75,7 +75,7 @@ class Ranks(Members):
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
         """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook.
 
-        Raises RequestFailed also if a rank takes longer.
+        Raises RequestFailed, for example if a rank takes longer.
         """
         try:
             return self.ask_each(calls, time.monotonic() + ASK_SECONDS, release=release)
@@ -294,7 +294,7 @@ class Ranks(Members):
         if stuck:
             lines += [
                 f"{ranks_text(stuck)} did not stop:",
-                places_text(self.places(stuck)),
+                places_text(self.stack_locations(stuck)),
                 self.advise_on_stuck(stuck),
             ]
         return "\n".join(lines)

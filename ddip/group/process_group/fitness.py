@@ -35,7 +35,7 @@ class Fitness:
         """The ranks that were found unable to join any group."""
 
     def find_unfit(self, spec: GroupSpec, collect: bool) -> dict[int, RankError]:
-        """Let each idle rank form a group of one; return those that cannot, each with its error.
+        """Have each idle rank form a group of one; return those that cannot, each with its error.
 
         Each trial may take TRY_SECONDS. Raises RequestInterrupted, and GroupError if a trial cannot be prepared.
         """
@@ -99,7 +99,7 @@ class Fitness:
         return [rank for rank, cell in cells.items() if not cell.done() or self._ranks.error_of(rank, cell.result())]
 
     def _can_form(self, group: list[int], spec: GroupSpec, collect: bool) -> bool:
-        """Let the ranks `group` form a group for up to TRY_SECONDS, and return whether they can.
+        """Have the ranks `group` try to form a group for up to TRY_SECONDS; return True if they can.
 
         Raises PartitionError if only the network keeps them from that.
         """

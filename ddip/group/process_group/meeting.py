@@ -85,7 +85,7 @@ class RendezvousFactory:
     def find_partition(
         self, hosts: Sequence[int], seconds: float = BRIEF_SECONDS, answer_seconds: float = 2 * BRIEF_SECONDS
     ) -> Partition | None:
-        """Let the hosts numbered `hosts` try for `seconds` to reach each other; return which could not.
+        """Have the hosts numbered `hosts` try for `seconds` to reach each other; return which could not.
 
         Returns None if all could. Raises GroupError if a host does not answer the notebook within `answer_seconds`.
         """
@@ -135,9 +135,9 @@ class RendezvousFactory:
         return self._ranks.cluster.hosts[number]
 
     def _serve_store(self, rank: int, address: str) -> int:
-        """Let `rank` serve the store at its `address`; return the port.
+        """Make `rank` serve the store at `address`, and return the port.
 
-        Raises RequestFailed if it does not answer.
+        Raises RequestFailed if the rank does not answer in time.
         """
         (answer,) = self._ranks.call_on_control_channel([rank], on_rank.serve_store(address), NEEDED_SECONDS).values()
         if answer is None:

@@ -100,7 +100,7 @@ def gaps_text(gaps: Sequence[Gap]) -> str:
 def find_gaps(
     hosts: Sequence[Host], networks: Sequence[Network], seconds: float, answer_seconds: float = NEEDED_SECONDS
 ) -> list[Gap]:
-    """Let each of `hosts` try to connect to all others for `seconds`, and return each pair that failed.
+    """Have each of `hosts` try to connect to all others for `seconds`, and return each pair that failed.
 
     Raises HostLost if a host does not answer the notebook within `answer_seconds`, and RuntimeError or OSError if one
     cannot open a port.

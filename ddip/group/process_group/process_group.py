@@ -100,7 +100,7 @@ class ProcessGroupManager:
         return ""
 
     def join(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
-        """Let all ranks join a new group, until `deadline` on ``time.monotonic``; `healthy` is then True.
+        """Make all ranks join a new group, until `deadline` on ``time.monotonic``; `healthy` is then True.
 
         It is tried twice, since gloo accepts connections from any process while it forms the group. `collect`: ranks
         collect garbage after each cell. Raises GroupError, PartitionError if hosts cannot reach each other, and
@@ -158,7 +158,7 @@ class ProcessGroupManager:
         share: float = 1.0,
         together: bool = True,
     ) -> list[Any]:
-        """Let the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on, until `deadline`.
+        """Make the ranks of each of `meetings` join a group, as its ranks 0, 1 and so on, until `deadline`.
 
         gloo gets a `share` of the time to connect them. If the ranks act `together`, a failure unblocks the others.
         Returns the result of ``membership.join_group`` by rank.
@@ -177,7 +177,7 @@ class ProcessGroupManager:
         )
 
     def attempt(self, groups: Sequence[Sequence[int]], spec: GroupSpec, collect: bool, seconds: float) -> None:
-        """Let ranks form each of `groups` as a trial, use it, and leave it; at most `seconds` for each step.
+        """Make ranks form each of `groups` as a trial, use it, and leave it; at most `seconds` for each step.
 
         The ranks leave their present group first, and have none afterwards. Raises RequestFailed, which names all
         failed ranks if each group has one rank, and RequestInterrupted.
@@ -196,7 +196,7 @@ class ProcessGroupManager:
                 self._meetings.remove_store(meeting)
 
     def check(self, deadline: float) -> None:
-        """Let all ranks run one collective; raise GroupError if it fails, and the group must be rebuilt then.
+        """Run one collective on all ranks; raise GroupError if it fails, and the group must be rebuilt then.
 
         It does nothing if ranks are deliberately out of step, as the collective would meet the pending ones.
         """
@@ -231,7 +231,7 @@ class ProcessGroupManager:
         self._ranks.ask_each(calls, deadline, release=release if together else None, together=together)
 
     def leave(self, deadline: float) -> LostObjects:
-        """Let all running ranks leave their group; return the number of objects that end with it.
+        """Make all running ranks leave their group; return the number of objects that end with it.
 
         The group may be in any state. Aborts pending collectives first if the group is not `healthy`, and marks it as
         unhealthy. Raises RequestFailed, RequestInterrupted, or GroupError if the controller ends.
@@ -252,7 +252,7 @@ class ProcessGroupManager:
         self._meetings.close()
 
     def ensure_released(self) -> None:
-        """Let the collectives of the current group raise on every rank, if they do not yet."""
+        """Abort the collectives of the current group on every rank, unless this has been done."""
         if not self._is_released:
             self.release()
 

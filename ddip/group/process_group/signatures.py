@@ -49,10 +49,10 @@ def _name_of(group: str) -> str:
 
 
 def describe_different(ranks: Members, group: str, members: Sequence[int]) -> str:
-    """Ask the `members` of `group`, and describe the first collectives that differ, with a line for each.
+    """Return a text about the first collectives of `group` that differ, with a line for each kind.
 
-    `group`: a key of `find_different`. Waits for the answers. If a rank does not answer, or if only older collectives
-    than those kept differ, the text says so.
+    `group` is a key of `find_different`, whose ranks are `members`. Waits for them. If one does not answer, or if none
+    of the collectives that are kept differ, the text says only that.
     """
     answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group), ANSWER_SECONDS)
     silent = [rank for rank in members if not answers.get(rank)]

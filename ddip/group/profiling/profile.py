@@ -70,7 +70,7 @@ class Profiling:
         self.finish(ranks, stuck())
 
     def prepare(self, ranks: Sequence[int]) -> None:
-        """Let `ranks` profile their next cell, and wait until they are ready; a failed rank is ignored.
+        """Make `ranks` profile their next cell, and wait until they are ready; ignore a failed rank.
 
         Raises RequestInterrupted or GroupError; an empty folder is removed then.
         """
@@ -85,10 +85,9 @@ class Profiling:
     def finish(
         self, ranks: Sequence[int], stuck: Sequence[int], show: Callable[[dict[str, str]], object] | None = None
     ) -> None:
-        """Collect the profile of `ranks`, write it, set `result`, and show it.
+        """Collect the profiles of `ranks` except the `stuck` ones, write them, set `result`, and show it.
 
-        By default, it is shown below the notebook's cell. Ranks that are `stuck` in the cell are left out. `show` gets
-        a MIME bundle.
+        `show` gets a MIME bundle; by default, the profile appears below the notebook's cell. Waits for the ranks.
         """
         reports, missing = self._collect_reports(ranks, stuck)
         offsets = self._clock_offsets(list(reports))

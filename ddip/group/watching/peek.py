@@ -82,7 +82,7 @@ class _Peek:
         return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
 
     def drop(self) -> dict[int, dict[str, Any] | None]:
-        """Let the ranks drop their pickled objects; return by rank where those are that still pickle.
+        """Make the ranks drop their pickled objects; return by rank where those are that still pickle.
 
         Ranks that do not answer have None.
         """
@@ -141,7 +141,11 @@ class _Peek:
         `pickling_at`: the location of its pickling.
         """
         names = ", ".join(self._names)
-        place = self._ranks.places_from_outside([rank])[rank] if pickling_at is None else StackLocation(**pickling_at)
+        place = (
+            self._ranks.stack_locations_from_outside([rank])[rank]
+            if pickling_at is None
+            else StackLocation(**pickling_at)
+        )
         if place is None:
             return "it does not respond to signals"
         if place.state == "finished":

@@ -210,9 +210,9 @@ def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: Rank
 
 
 def sample_ranks(lifecycle: Lifecycle, seconds: float) -> list[RankVitals]:
-    """Return the vitals of all ranks, from a second sample after `seconds` if any is busy, for its rates.
+    """Return the vitals of all ranks. If a rank is busy, sample twice, `seconds` apart, to measure its rates.
 
-    With `seconds` 0, there is one sample. Raises RequestInterrupted, and GroupError if the group has ended.
+    If `seconds` is 0, sample once, without rates. Raises RequestInterrupted, and GroupError if the group has ended.
     """
     sampler = Sampler(lifecycle)
     with stopping.note_presses("polling the ranks was interrupted") as button:

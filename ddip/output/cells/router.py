@@ -313,7 +313,10 @@ class CellOutput:
         return self._view.section(rank) if isinstance(self._view, Tabs) and rank in self.show_ranks else None
 
     def _capture(self, rank: int, model: str, on: bool, message: Message, comms: Comms) -> None:
-        """Begin to capture the output of `rank` in the Output widget `model`, or end that."""
+        """Begin (if `on`) or end to capture the output of `rank` in the Output widget with the model ID `model`.
+
+        The cell that keeps the widget then shows the output, or this cell if none does.
+        """
         captures = self._captures.setdefault(rank, [])
         if not on:
             found = [at for at, capture in enumerate(captures) if capture.model == model]
@@ -350,10 +353,10 @@ class CellOutput:
         del captures[first:]
 
     def _show_widget(self, rank: int, model: str, comms: Comms) -> None:
-        """Show the widget in this cell on the page, unless a tab shows the output that it captures.
+        """Show the widget `model` on the page below the tabs, or its captured output in the rank's tab.
 
-        A tab, which is above all widgets, suits an Output widget as plain as that of a ``rich`` bar: a text with no
-        widget before it.
+        A tab is above all widgets. So it shows only the output of an Output widget without a layout, such as that of a
+        ``rich`` bar, and only if the rank has shown no other widget in this cell.
         """
         tab = self._tab(rank)
         if not self.keeps(rank, model) or comms.has_layout(model) or (tab is not None and tab.has_widgets):

@@ -229,7 +229,7 @@ def _kind_head() -> list[str]:
 
 
 def _kind_rows(collectives: Sequence[Collective]) -> list[list[str]]:
-    """Return table rows for the kinds of collectives that take longest in total."""
+    """Return a table row for each of the MOST_KINDS kinds of collectives that take longest in total."""
     kinds: dict[tuple[str, str], list[Collective]] = defaultdict(list)
     for each in collectives:
         kinds[each.kind, each.group].append(each)

@@ -238,7 +238,7 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
 
 
 def debug_error(error: BaseException) -> None:
-    """Open the debugger at the frame in which `error` was raised.
+    """Open the debugger at the frame in which `error` was raised, and wait until the user leaves it.
 
     Does nothing if no line of the cell has run, as with bad syntax.
     """

@@ -59,7 +59,7 @@ def _is_number(value: Any, number: int) -> bool:
 
 
 def _make_unusable(value: Any, sizes: list[str], ranks: list[str], size: int) -> bool:
-    """Replace attributes of `value` by properties that raise; return False if its class prevents it.
+    """Replace attributes of `value` with properties that raise; return False if its class prevents it.
 
     `sizes`, `ranks`: names of the attributes that hold the former group's `size`, and the rank.
     """

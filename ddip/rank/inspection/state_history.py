@@ -136,16 +136,15 @@ class History:
             self._snapshots = {name: kept for name, kept in self._snapshots.items() if kept.number <= number}
 
     def replace_snapshots(self) -> None:
-        """Replace all snapshots by one with checksums, taken now, after ranks were made equal.
+        """Replace all snapshots with one with checksums, taken now, after ranks were made equal.
 
-        Takes up to `LONGEST_SECONDS`; if that is too short, a quick one follows while the rank is idle.
+        Takes up to `LONGEST_SECONDS`; if that is too short, `pause_recording` has a quick one taken after the request.
         """
         self._snapshots.clear()
         self._good = True
         self.pause()
         self._run_walk(time.monotonic() + LONGEST_SECONDS, checksums=True)
         self._rests_until = 0.0
-        self.resume()
 
     # -- the walk
 

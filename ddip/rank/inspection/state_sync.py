@@ -202,7 +202,10 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
 
 
 def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, Any]], plan: _Plan) -> None:
-    """Add the assignment to `leaves` that copies the value at `base`; a tuple is replaced as a whole."""
+    """Add to `leaves` the assignment that copies the value at `base`, or the whole tuple that contains it.
+
+    A value held by a suspended generator is added to ``plan.refused`` instead, and so is a gradient.
+    """
     while base in walk.links:
         holder, how, key = walk.links[base]
         if how in FIXED or how == "gradient":

@@ -48,7 +48,7 @@ class _NoModules:
 
 @contextlib.contextmanager
 def _hiding_modules() -> Iterator[None]:
-    """Let ipykernel and IPython see no modules, if they look at them as they do in the tested versions."""
+    """Hide all modules from ipykernel and IPython, if they look at them as they do in the tested versions."""
     with contextlib.ExitStack() as until_started:
         for module in (ipkernel, shellapp):
             if hasattr(module, "sys"):

@@ -387,7 +387,7 @@ class RankKernel(CellKernel):
             self._interrupt_cell(cell, pauses)
 
     def _allow_interrupts(self) -> None:
-        """Let interrupts raise from now on; raises KeyboardInterrupt if this request was already stopped."""
+        """Make interrupts raise from now on. Raises KeyboardInterrupt if this request was already stopped."""
         self._interruptible = True
         if self._interrupted or self._request_id() in self.aborted:
             raise KeyboardInterrupt

@@ -142,7 +142,7 @@ def _make_main(path: str | None, spec: ModuleSpec | None = None) -> ModuleType:
 @contextlib.contextmanager
 @stacks.never_interrupted
 def _replaced_main(module: ModuleType) -> Iterator[None]:
-    """Let `module` be the ``__main__`` of this process; at the end, cells get its variables."""
+    """Make `module` the ``__main__`` of this process; at the end, give cells its variables."""
     former = sys.modules["__main__"]
     sys.modules["__main__"] = module
     try:
@@ -214,7 +214,7 @@ def _has_changed(file: str) -> bool:
 
 
 def _drop_changed_modules(folder: str) -> None:
-    """Let all modules in `folder` be imported again if one of them has changed since its import.
+    """Forget all modules in `folder`, so that they are imported again, if one has changed since its import.
 
     Modules that have not changed may hold functions and classes of those that have.
     """

@@ -86,7 +86,7 @@ class Pause:
             return self._is_waiting
 
     def end(self) -> None:
-        """Let the main thread continue."""
+        """Make the main thread continue."""
         self._is_over.set()
 
     def __bool__(self) -> bool:

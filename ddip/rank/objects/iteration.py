@@ -119,7 +119,7 @@ def _record_thread() -> bool:
 
 
 def begin_cell() -> None:
-    """Reset all counts to zero, and remember which gradients exist."""
+    """Forget the last cell's backward passes and steps; note the graph nodes and gradients that exist already."""
     _Cell.backwards = _Cell.steps = 0
     _Cell.threads.clear()
     _Cell.is_within_call = False

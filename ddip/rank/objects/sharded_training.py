@@ -38,11 +38,10 @@ BROKEN_ENGINE = (
 
 
 def find_unfinished(things: Sequence[Any]) -> tuple[bool, set[int]]:
-    """Find sharded models within an iteration, and parameters with hidden gradients, among `things`.
+    """Return whether an FSDP model in `things` is within an iteration, and the ids of parameters with hidden gradients.
 
-    A hidden gradient is not in ``.grad`` before it is reduced. Returns whether any model is within an iteration, and
-    the ids of the parameters. If a model cannot be inspected, it counts as within an iteration, and `reset_models` then
-    makes it refuse its next use.
+    A gradient is hidden until it is reduced into ``.grad``. A model that cannot be inspected counts as within an
+    iteration.
     """
     unfinished, hidden = False, set[int]()
     models = [(root, _is_within_pass, _hidden_gradients) for root in _fsdp2_roots(things)]

@@ -290,6 +290,7 @@ def leave_group() -> LostObjects:
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still runs aborted work, possibly a kernel that cannot be stopped")
     _ddip_group = None
+    cells.tidy_error()  # a wrapper that only the frames of the failed cell hold is not lost to the user
     _lost = {
         "wrappers": wrappers.retire_all(),
         "meshes": _lost["meshes"] + meshes.disable_meshes(),

@@ -268,7 +268,7 @@ class _Recording:
 
 @stacks.never_interrupted
 def _on_main_thread(frame: FrameType) -> None:
-    """Let the recording end its part; Python calls this between two bytecodes, shielded from interrupts."""
+    """End the recording's current part; Python calls this between two bytecodes, shielded from interrupts."""
     if _recording is not None:
         _recording.pause(frame.f_code.co_filename)
 

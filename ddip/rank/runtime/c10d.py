@@ -74,7 +74,7 @@ def counting_backends(group: dist.ProcessGroup) -> tuple[list[str], list[Any]]:
 
 
 def wrap_set_up(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function `f` that sets up groups, except split groups, by ``wrap(f)``.
+    """Replace the function `f` that sets up groups, except split groups, with ``wrap(f)``.
 
     Its first arguments are size, this rank in the group, ranks (none for the default group), backend, store and name.
     """

@@ -100,8 +100,7 @@ class Cells:
         """
         if self._pending:
             self._pending.cancel()
-        if self._error is not None:  # the memory of the failed cell may be needed
-            self.tidy()
+        self.tidy_error()  # the memory of the failed cell may be needed
         if self.kept_error is not None and not debugs:
             self._free_kept_error()
         self._started = time.perf_counter()
@@ -141,6 +140,11 @@ class Cells:
         """
         with self.letting_go():
             self._tidy_now()
+
+    def tidy_error(self) -> None:
+        """Clean up now if the last cell has failed and this has not been done: its frames hold tensors and wrappers."""
+        if self._error is not None:
+            self.tidy()
 
     @contextlib.contextmanager
     def letting_go(self) -> Iterator[None]:

@@ -84,7 +84,7 @@ def cell_files() -> dict[str, int]:
 
 
 def use_cell_files(files: dict[str, int] | None) -> None:
-    """Let `cell_files` return `files`, those of this rank's only shell, whose search takes 1 µs.
+    """Make `cell_files` return `files`, those of this rank's only shell, whose search takes 1 µs.
 
     None: a release of IPython has no such table; it is searched each time.
     """

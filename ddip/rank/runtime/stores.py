@@ -227,7 +227,7 @@ class FileWaits:
         return in_torch
 
     def _replace_by_link(self, path: str) -> None:
-        """Replace a file by a symbolic link to itself, so that opening it fails, if it is not one already."""
+        """Replace a file with a symbolic link to itself, so that opening it fails, if it is not one already."""
         if not os.path.islink(path):
             moved = f"{path}.ddip-{os.getpid()}"
             os.rename(path, moved)

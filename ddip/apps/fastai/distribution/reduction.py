@@ -47,9 +47,10 @@ class Reductions:
         return stated_reduction(loss_func) or found or "mean"
 
     def determine(self, loss_func: Any, pred: Any, yb: tuple[Any, ...]) -> None:
-        """Try `loss_func` on this rank's predictions `pred` and targets `yb` unless its reduction is known.
+        """Find out by a trial whether `loss_func` averages or adds, unless that is known; see `reduction_of`.
 
-        A collective if it is not known. `reduction_of` then returns the result.
+        The trial is a collective on the predictions `pred` and targets `yb`. If this batch does not decide, the next
+        call tries again. If ranks disagree, the loss counts as a mean.
         """
         if stated_reduction(loss_func) or (loss_func is self._tried_loss and self._found):
             return
