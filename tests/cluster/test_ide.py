@@ -120,6 +120,7 @@ def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
     notebook.ok("%config DipMagics.stall_timeout = 10\n%config DipMagics.failure_grace = 1")
 
 
+@pytest.mark.native("sockets")
 def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     client = ide.attach(1)
     cell = ide.notebook.begin(
@@ -249,6 +250,7 @@ def begin_stopped(ide: Ide, client: DapClient) -> tuple[int, int]:
     return client.wait_for_stop()[0], number
 
 
+@pytest.mark.native("sockets")
 def test_magics_work_while_a_rank_has_stopped(ide: Ide) -> None:
     _, number = begin_stopped(ide, ide.attach(1))
     assert "rank 1: at a prompt" in ide.notebook.ok("%dipstack").text
