@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +125,12 @@ def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
 def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     client = ide.attach(1)
     cell = ide.notebook.begin(
-        "%%dip\nkept = rank\ndist.barrier()\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1"
+        "%%dip\nkept = rank\ndist.barrier()\nif rank == 1: breakpoint()\ndist.barrier()\ncontinued = 1"
     )
     client.wait_for_stop()
     ide.notebook.interrupt()
     assert ide.notebook.finish(cell).error == "CellInterrupted"
-    ide.notebook.ok("%%dip\nassert kept == rank and 'late' not in globals()")
+    ide.notebook.ok("%%dip\nassert kept == rank and 'continued' not in globals()")
     ide.notebook.ok(PROOF)
     cell = ide.notebook.begin(STEPS)
     thread, _ = client.wait_for_stop()
@@ -182,6 +184,10 @@ def test_a_step_ends_with_its_cell(ide: Ide) -> None:
     ide.notebook.ok("%%dip -r 1\nb = 2")
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12) and metadata.version("debugpy") == "1.8.15",
+    reason="this debugpy does not stop in other threads",
+)
 def test_threads_of_a_cell_stop(ide: Ide) -> None:
     (ide.notebook.folder / "shapes.py").write_text(SHAPES)
     client = ide.attach(1, (str(ide.notebook.folder / "shapes.py"), 3))
