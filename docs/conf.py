@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"ddip\.call\.torchddp\.T|ddip\.protocol\.reports\.ShardsReport|ddip\.cluster\.reach\.Attachment"
-        r"|ddip\.cluster\.cluster_api\.Cluster|InteractiveShell|(ddip\.group\.debugging\.ide_access\.)?IdeAccess",
+        r"|ddip\.cluster\.cluster_api\.Cluster|InteractiveShell",
     ),
 ]
 

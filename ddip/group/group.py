@@ -599,7 +599,7 @@ class Group:
                 inform(f"{cell.text} {cell.outcome_text}")
 
     def serve_ide(self, ranks: Sequence[int] | None = None) -> IdeAccess:
-        """Let an IDE, such as VS Code, attach to ranks with the Debug Adapter Protocol.
+        """Open a port on each rank to which an IDE can attach, with the Debug Adapter Protocol.
 
         Returns the ports and the token. The service slows Python code down until `end_ide`. If it runs already, the
         ports stay the same.
@@ -755,15 +755,15 @@ class Group:
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
         """Make `call` on the main thread of rank 0; return None if it fails or takes longer than `seconds`.
 
-        Returns None, too, if rank 0 is busy or has ended. A call that takes longer continues until the group needs the
-        rank, and is interrupted then.
+        It also returns None if rank 0 is busy or has ended. A call that takes longer continues until the group needs
+        the rank, and is interrupted then.
         """
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)
 
     def has_name(self, name: str) -> bool:
-        """Return whether rank 0 has a variable `name`; False, too, if it does not answer within two seconds."""
+        """Return whether rank 0 has a variable `name`: False if it does not answer within two seconds."""
         return name in self.variable_names(name)
 
     def variable_names(self, beginning: str, rank: int = 0, seconds: float = NAME_SECONDS) -> list[str]:

@@ -240,7 +240,7 @@ class CellMagics(Magics):
     @with_examples(
         "%dipdebug          the last error, or the background cell that waits",
         "%dipdebug -r 2",
-        "%dipdebug --dap    attach VS Code, or another IDE; %dipdebug --off ends this",
+        "%dipdebug --dap    attach an IDE, such as VS Code; %dipdebug --off ends this",
     )
     @magic_arguments()
     @argument("number", nargs="?", metavar="CELL", help="Number of a background cell that waits at a breakpoint.")
