@@ -106,7 +106,7 @@ def _pickle_error(error: BaseException) -> bytes:
 
 
 def _wait_for(key: str, turn: str, patience: float | None) -> bytes:
-    """Return the outcome of the first rank's work; OK, too, if the first rank does not begin it."""
+    """Return the outcome of the first rank's work; OK if the first rank does not begin it."""
     began = time.monotonic()
     begun = patience is None
     while not default_store().check([key]):

@@ -58,7 +58,7 @@ def _ssh_destination(host: str) -> str:
 def has_proxy(host: str) -> bool:
     """Ask ``ssh -G``; return True if ssh reaches `host` through a ProxyJump or ProxyCommand.
 
-    False, too, if ssh does not answer.
+    False if ssh does not answer.
     """
     command = ["ssh", "-G", "--", _ssh_destination(host)]
     try:

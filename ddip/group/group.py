@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -36,6 +37,8 @@ from ddip.group.cells.comms import Comms
 from ddip.group.cells.history import Change, History
 from ddip.group.cells.running import RunningCell
 from ddip.group.cells.script_file import find_script
+from ddip.group.debugging import ide_access
+from ddip.group.debugging.ide_access import IdeAccess
 from ddip.group.lifecycle import SAME, Lifecycle, Parts, ignore_progress, own_cluster
 from ddip.group.members import placement
 from ddip.group.members.members import Member
@@ -175,6 +178,7 @@ class Group:
         chosen = gpus if gpus is None or gpus == "all" else tuple(gpus)
         request = Request(n, chosen, backend, app, tuple(hosts), reach or Reach())
         self._modules = Modules()
+        self._ide_token = secrets.token_hex(16)
         self.lifecycle = Lifecycle(request, self._new_cluster, self.options, self.history, progress)
 
     def __enter__(self) -> Group:
@@ -598,6 +602,38 @@ class Group:
                 cell.noted = True
                 inform(f"{cell.text} {cell.outcome_text}")
 
+    def serve_ide(self, ranks: Sequence[int] | None = None) -> IdeAccess:
+        """Open a port on each rank to which an IDE can attach, with the Debug Adapter Protocol.
+
+        Returns the ports and the token. The service slows Python code down until `end_ide`. If it runs already, the
+        ports stay the same.
+
+        Parameters
+        ----------
+        ranks
+            Ranks to debug. Default: all.
+
+        Returns
+        -------
+        IdeAccess
+            ``str`` of it describes how to attach, with the contents of ``launch.json``.
+
+        Raises
+        ------
+        BadInput
+            For a rank outside the group.
+        GroupError
+            If debugpy is not installed on a rank, or a rank is lost or busy.
+        """
+        where = self._checked(ranks)
+        with self.lifecycle.turn:
+            self.lifecycle.ensure_ready(where, needs_group=False)
+            return ide_access.serve_ide(self.ranks, where, self._ide_token)
+
+    def end_ide(self) -> None:
+        """End the service for IDEs on all ranks: they detach, and ranks that have stopped in one continue."""
+        ide_access.end_ide(self.ranks, range(self.world_size))
+
     def interrupt(self, ranks: Sequence[int] | None = None) -> None:
         """Raise KeyboardInterrupt in the cells that run on `ranks` (default: all).
 
@@ -724,15 +760,15 @@ class Group:
     def try_call(self, call: RemoteCall[R], seconds: float) -> R | None:
         """Make `call` on the main thread of rank 0; return None if it fails or takes longer than `seconds`.
 
-        Returns None, too, if rank 0 is busy or has ended. A call that takes longer continues until the group needs the
-        rank, and is interrupted then.
+        It also returns None if rank 0 is busy or has ended. A call that takes longer continues until the group needs
+        the rank, and is interrupted then.
         """
         if 0 in self._parts.cells.stuck or 0 in self.ranks.ended or self._parts.cells.active_on([0]):
             return None
         return self.ranks.try_call(0, call, seconds)
 
     def has_name(self, name: str) -> bool:
-        """Return whether rank 0 has a variable `name`; False, too, if it does not answer within two seconds."""
+        """Return whether rank 0 has a variable `name`: False if it does not answer within two seconds."""
         return name in self.variable_names(name)
 
     def variable_names(self, beginning: str, rank: int = 0, seconds: float = NAME_SECONDS) -> list[str]:

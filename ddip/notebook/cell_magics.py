@@ -237,28 +237,36 @@ class CellMagics(Magics):
         places = {rank: None if stack is None else stack.place for rank, stack in stacks.items()}
         print(stacks_text(stacks) if args.verbose else places_text(places))
 
-    @with_examples("%dipdebug          the last error, or the background cell that waits", "%dipdebug -r 2")
+    @with_examples(
+        "%dipdebug          the last error, or the background cell that waits",
+        "%dipdebug -r 2",
+        "%dipdebug --dap    attach an IDE, such as VS Code; %dipdebug --off ends this",
+    )
     @magic_arguments()
     @argument("number", nargs="?", metavar="CELL", help="Number of a background cell that waits at a breakpoint.")
     @argument("-r", "--rank", metavar="RANK", help="Rank whose error to debug; default: the first that has failed.")
+    @argument("--dap", action="store_true", help="Let an IDE attach to all ranks, or those of -r; print launch.json.")
+    @argument("--off", action="store_true", help="End --dap on all ranks: IDEs detach.")
     @line_magic
     def dipdebug(self, line: str = "") -> None:
         """Open the debugger at the error of the last cell, or at the breakpoint where a background cell waits.
 
         To keep the frames of an error until the next cell, run %pdb on in a %%dip cell, or set
         %config DipMagics.keep_frames = True. In a foreground cell, a breakpoint opens the debugger by itself.
+        --dap opens ports for an IDE instead, which slows Python code on the ranks down until --off.
         """
         args = arguments.parse_line(self.dipdebug, "%dipdebug", line)
         group = self._main.require_group("%dipdebug")
-        number = None if args.number is None else self._find_cell("%dipdebug", args.number).number
-        rank = None
-        if args.rank is not None:
-            if not args.rank.isdecimal() or int(args.rank) >= group.world_size:
-                raise BadInput(
-                    f"%dipdebug -r {args.rank}: type one rank of 0-{group.world_size - 1}, as in %dipdebug -r 0"
-                )
-            rank = int(args.rank)
-        group.debug(rank, number)
+        if args.off:
+            group.end_ide()
+            self._main.confirm_done("no IDE can attach to the ranks any more")
+        elif args.dap:
+            ranks = None if args.rank is None else arguments.parse_ranks([args.rank], group.world_size, "-r")
+            print(group.serve_ide(ranks))
+        else:
+            number = None if args.number is None else self._find_cell("%dipdebug", args.number).number
+            rank = None if args.rank is None else arguments.parse_rank(args.rank, group.world_size, "%dipdebug -r")
+            group.debug(rank, number)
 
     @with_examples("%dipper g")
     @magic_arguments()

@@ -17,6 +17,8 @@ REPLY = "ddip_cell_reply"
 
 QUESTION = "ddip_question"
 """Type of the message with which a rank asks the user during a cell; its content is an `AskedQuestion`."""
+PAUSE = "ddip_pause"
+"""Type of the message that a rank has stopped in an IDE, or that it continues: ``is_paused``."""
 
 
 class AskedQuestion(TypedDict):

@@ -373,6 +373,7 @@ def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -
 
 
 def test_the_report_appears_below_the_error_and_dipsync_repairs_it(notebook: Notebook) -> None:
+    notebook.ok("%dipsync")  # variables of earlier tests that differ
     notebook.ok("%autodip on")
     notebook.ok(CODE + "job = make()\nfor _ in range(2): step(job)")
     failed = notebook.fails("step(job, 'scheduler')")

@@ -414,6 +414,30 @@ def test_a_flood_keeps_its_beginning_and_its_end(notebook: Notebook) -> None:
     notebook.ok("%config DipMagics.max_output_chars = 400000")
 
 
+END_DURING_A_FLUSH = """%%dip -r 0
+import sys, threading
+stream, is_sending, has_ended = sys.stdout, threading.Event(), threading.Event()
+send, end_cell = stream._send_limited, stream.end_cell
+def send_slowly(text, parent):
+    send(text, parent)
+    if "flushed" in text:
+        is_sending.set()
+        assert has_ended.wait(60)
+def end_and_continue(header):
+    del stream._send_limited, stream.end_cell
+    end_cell(header)
+    has_ended.set()
+stream._send_limited, stream.end_cell = send_slowly, end_and_continue
+print("x" * 500_000)
+print("flushed")
+is_sending.wait(60)
+print("the end")"""
+
+
+def test_a_flood_keeps_text_written_during_the_last_flush(notebook: Notebook) -> None:
+    assert notebook.ok(END_DURING_A_FLUSH).stdout.splitlines()[-2:] == ["flushed", "the end"]
+
+
 def test_a_line_above_the_limit_keeps_both_ends(notebook: Notebook) -> None:
     shown = notebook.ok(
         "%%dip -r 0\nprint('start'); print('a' * 200_000 + 'b' * 100_000 + 'c' * 200_000); print('end')"

@@ -67,6 +67,10 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
         shown = [out for cell in notebook.cells for out in cell.get("outputs", [])]
         assert any("image/png" in out.get("data", {}) for out in shown), "no plot of the loss"
         assert any("parameters identical on all ranks: True" in out.get("text", "") for out in shown)
+    if path.stem == "scripts":
+        texts = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+        by_torchrun, by_ddip = re.findall(r"lr 0.1: last loss (\S+)", texts)
+        assert by_torchrun == by_ddip
     if path.stem == "multi_process_tutorial":
         shown = [out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])]
         assert sum("parameters identical: True" in text for text in shown) == 2

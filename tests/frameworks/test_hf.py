@@ -155,7 +155,13 @@ def test_end_training_keeps_the_group_and_model_usable(group: ddip.Group) -> Non
 
 @pytest.mark.parametrize("name", ["test_sync", "test_script"])
 def test_accelerate_s_own_tests_pass(group: ddip.Group, name: str) -> None:
-    group.run(f"from accelerate.test_utils.scripts import {name}; {name}.main()")
+    # Its data is random and its tolerance relative: a gradient near zero fails once in about a thousand runs.
+    group.run(f"""
+        from functools import partial
+        from accelerate.test_utils.scripts import {name}
+        {name}.RegressionDataset = partial({name}.RegressionDataset, seed=42)
+        {name}.main()
+    """)
 
 
 def test_notebook_launcher_calls_the_function_on_ranks_with_fresh_settings(group: ddip.Group) -> None:

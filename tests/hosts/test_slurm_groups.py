@@ -199,7 +199,7 @@ def test_a_job_close_to_its_end_is_reported_twice(
     monkeypatch.setattr(time_left, "WARN_SECONDS", (600.0, 40.0))
     with ddip.Group(1, reach=Reach(slurm="nodes=1 time=1")):
         stderr = capsys.readouterr().err
-        assert stderr.count("save your work: the ranks end with the job") == 1
+        assert "save your work: the ranks end with the job" in stderr  # twice if the start takes 20 s
 
         def is_announced_twice() -> bool:
             nonlocal stderr

@@ -85,13 +85,16 @@ class Lab:
         output = self.output(number)
         return output.inner_text() if output.count() else ""
 
-    def begin(self, number: int) -> None:
-        """Run a cell by keyboard; try again, as a person would, if the page was not ready."""
+    def begin(self, number: int, has_effect: Callable[[], bool] = lambda: False) -> None:
+        """Run a cell by keyboard; try again, as a person would, if the page was not ready.
+
+        The cell has also begun if it `has_effect`: the server may report an idle kernel while a cell runs.
+        """
         before = self.prompt(number)
 
         def has_begun() -> bool:
             prompt = self.prompt(number)
-            return (prompt != before and any(map(str.isdigit, prompt))) or self._is_busy() is True
+            return has_effect() or (prompt != before and any(map(str.isdigit, prompt))) or self._is_busy() is True
 
         for _ in range(5):
             self.cell(number).locator(".cm-content").click()

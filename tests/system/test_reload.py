@@ -70,6 +70,15 @@ def reload(notebook: Lab, is_busy: bool = False) -> None:
         notebook.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=90_000)
 
 
+def begin_live(notebook: Lab) -> None:
+    """Begin the cell that waits for the file ``go``, and wait until it runs."""
+    for name in ("begun", "go"):  # of other tests
+        (notebook.folder / name).unlink(missing_ok=True)
+    has_begun = (notebook.folder / "begun").exists
+    notebook.begin(NUMBER["live"], has_begun)
+    wait_for(has_begun, "the cell to begin")
+
+
 def choose(notebook: Lab, *entries: str) -> None:
     """Click an entry of a menu, and one in it."""
     notebook.page.keyboard.press("Escape")
@@ -119,10 +128,7 @@ def test_a_second_window_shows_everything(notebook: Lab) -> None:
 
 
 def test_a_reopened_page_gets_further_output_from_dipcell(notebook: Lab) -> None:
-    for name in ("begun", "go"):  # of other tests
-        (notebook.folder / name).unlink(missing_ok=True)
-    notebook.begin(NUMBER["live"])
-    wait_for(lambda: (notebook.folder / "begun").exists(), "the cell to begin")
+    begin_live(notebook)
     wait_for_words(notebook.page, "live", "first of 0", "2/4")
     reload(notebook, is_busy=True)
     wait_for_words(notebook.page, "live", "first of 0")
@@ -149,8 +155,7 @@ def test_a_background_cell_continues_below_dipcell_after_a_reload(notebook: Lab)
 
 
 def test_cleared_outputs_stay_cleared(notebook: Lab) -> None:
-    (notebook.folder / "go").unlink(missing_ok=True)
-    notebook.begin(NUMBER["live"])
+    begin_live(notebook)
     wait_for_words(notebook.page, "live", "2/4")
     choose(notebook, "Edit", "Clear Outputs of All Cells")
     wait_for(lambda: words(notebook.page, "text") == "", "the outputs to be cleared")

@@ -63,7 +63,7 @@ from ddip.output.area import Notice, inform, notify, stop_name
 from ddip.output.tables.tables import places_text, verb_of, where_text
 from ddip.output.terminal_text import last_lines
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import QUESTION, CellOptions
+from ddip.protocol.cell_messages import PAUSE, QUESTION, CellOptions
 from ddip.protocol.location import StackLocation
 from ddip.protocol.reports import CellReport
 
@@ -227,6 +227,14 @@ class RankAsks:
 
 
 @dataclass(frozen=True)
+class RankPaused:
+    """A rank has stopped in an IDE, or continues."""
+
+    rank: int
+    is_paused: bool
+
+
+@dataclass(frozen=True)
 class OtherCellEnded:
     """A cell that this one waits for has ended."""
 
@@ -238,7 +246,9 @@ class GroupEnded:
     why: str
 
 
-Arrived: TypeAlias = ReplyArrived | OutputEnded | MessagesArrived | StopPressed | RankAsks | OtherCellEnded | GroupEnded
+Arrived: TypeAlias = (
+    ReplyArrived | OutputEnded | MessagesArrived | StopPressed | RankAsks | RankPaused | OtherCellEnded | GroupEnded
+)
 """Events from other threads to the thread that follows a cell; two of them go to the `CellState` unchanged."""
 
 
@@ -361,6 +371,9 @@ class RunningCell:
         def on_message(message: Message) -> None:
             if message["header"]["msg_type"] == QUESTION:
                 self.events.put(RankAsks(OpenQuestion(rank, message["content"])))
+                return
+            if message["header"]["msg_type"] == PAUSE:
+                self.events.put(RankPaused(rank, message["content"]["is_paused"]))
                 return
             with self._lock:  # never render while holding it: all ranks' messages and replies arrive on this thread
                 if self._is_late:
@@ -555,10 +568,14 @@ class RunningCell:
         self._dialogue.converse(self.cell.done.done, rank)
 
     def _note_question(self, question: OpenQuestion) -> None:
-        if self._state.stopped_at is None and question.rank in self._state.running:  # else the rank waits no longer
+        if self._can_pause(question.rank):
             self.questions.add(question)
             if self.cell.background:
                 self._notices.report_question(question, self.cell.number)
+
+    def _can_pause(self, rank: int) -> bool:
+        """Return False if `rank` no longer waits, since its cell is being stopped or has ended there."""
+        return self._state.stopped_at is None and rank in self._state.running
 
     def _redraw(self) -> None:
         with self._lock:
@@ -592,6 +609,9 @@ class RunningCell:
                 return arrived
             case RankAsks(question):
                 self._note_question(question)
+            case RankPaused(rank, is_paused):
+                self.questions.set_paused(rank, is_paused and self._can_pause(rank))
+                self.cell.paused = self.questions.paused_seconds
             case GroupEnded(why):
                 raise GroupError(why)
         return TimePassed()
@@ -666,18 +686,18 @@ class RunningCell:
             case Question.WHO_MOVES:
                 assert self._ending is not None
                 return MovingRanks(self._ending.find_moving(running))
-            case Question.WAITS_IN_VAIN if not self.questions and self._wait_in_vain(running):
+            case Question.WAITS_IN_VAIN if not self.questions.is_paused and self._wait_in_vain(running):
                 return WaitsInVain()
             case Question.WHO_CANNOT_STOP:
                 cannot = self._ranks.find_unstoppable(running)
                 return CannotStop(cannot) if cannot else None
-            case Question.STALL if not self.questions:
+            case Question.STALL if not self.questions.is_paused:
                 has_stalled = self._watch.has_stalled(running, time.monotonic())
                 if self._watch.is_still and self._wait_in_different(running):
                     return WaitsInVain()
                 if has_stalled:
                     return CellStalled()
-            case Question.STALL_AFTER_CAUGHT if not self.questions and self._after_caught.has_stalled(
+            case Question.STALL_AFTER_CAUGHT if not self.questions.is_paused and self._after_caught.has_stalled(
                 running, time.monotonic()
             ):
                 return CellStalled(after_caught=True)

@@ -27,6 +27,8 @@ class OpenQuestions:
 
     def __init__(self) -> None:
         self._questions: list[OpenQuestion] = []
+        self._in_ide: set[int] = set()
+        """The ranks that have stopped in an IDE."""
         self._changed = threading.Condition()
         self._paused = 0.0
         self._paused_since: float | None = None
@@ -46,17 +48,24 @@ class OpenQuestions:
             self._update_clock()
             return True
 
-    def drop(self, ranks: Collection[int] | None = None) -> None:
-        """Remove the questions of `ranks` (None: all), which no longer wait for answers."""
+    def set_paused(self, rank: int, is_paused: bool) -> None:
+        """Note that `rank` has stopped in an IDE, or that it continues."""
         with self._changed:
+            (self._in_ide.add if is_paused else self._in_ide.discard)(rank)
+            self._update_clock()
+
+    def drop(self, ranks: Collection[int] | None = None) -> None:
+        """Remove the questions of `ranks` (None: all), which no longer wait for answers or in an IDE."""
+        with self._changed:
+            self._in_ide.difference_update([*self._in_ide] if ranks is None else ranks)
             self._questions = [each for each in self._questions if ranks is not None and each.rank not in ranks]
             self._update_clock()
 
     def _update_clock(self) -> None:
         now = time.monotonic()
-        if self._questions and self._paused_since is None:
+        if self.is_paused and self._paused_since is None:
             self._paused_since = now
-        elif not self._questions and self._paused_since is not None:
+        elif not self.is_paused and self._paused_since is not None:
             self._paused += now - self._paused_since
             self._paused_since = None
         self._changed.notify_all()
@@ -65,6 +74,11 @@ class OpenQuestions:
         """Wait until a question is added or removed, at most `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the cell's clock stands still: a question is open, or a rank has stopped in an IDE."""
+        return bool(self._questions or self._in_ide)
 
     @property
     def by_rank(self) -> dict[int, OpenQuestion]:

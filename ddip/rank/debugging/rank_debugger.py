@@ -29,6 +29,7 @@ from IPython.core import debugger as ipython_debugger
 from IPython.core.debugger import InterruptiblePdb
 from IPython.core.error import UsageError
 
+from ddip.rank.debugging import ide_service
 from ddip.rank.debugging.questions import asker
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import stacks, tracebacks
@@ -217,7 +218,7 @@ def ensure_answerable() -> None:
 
 
 def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
-    """Stop in the debugger at the caller's next line; replaces ``breakpoint()``.
+    """Stop in the debugger at the caller's next line, or in the IDE that is attached; replaces ``breakpoint()``.
 
     Does nothing on ranks that the cell does not let stop, and if ``PYTHONBREAKPOINT`` is 0.
     """
@@ -226,6 +227,8 @@ def break_here(*_: Any, header: str | None = None, **__: Any) -> None:
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
     if asker.break_on is not None and membership.standing.get("rank") not in asker.break_on:
+        return
+    if ide_service.stop_in_ide(_skip_own_frames(sys._getframe())):
         return
     ensure_answerable()
     debugger = RankDebugger()

@@ -96,6 +96,7 @@ def main() -> None:
     log = os.fdopen(os.dup(2), "w")  # ipykernel replaces descriptor 2 with a pipe
     faulthandler.enable(log)  # writes a traceback to the log if the process crashes
     RankEngine.start_log = log
+    RankEngine.run_folder = run_folder
     RankEngine.connection_info = connection_info
     code: object = 1
     try:

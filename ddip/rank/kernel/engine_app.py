@@ -62,6 +62,8 @@ class RankEngine(app.IPEngine):  # type: ignore[misc]
     out_stream_factory = Type(RankStream)
     start_log: TextIO = sys.stderr
     """Stream for errors during startup: once the engine has captured its own stderr, no one reads that."""
+    run_folder = Path()
+    """The cluster's private folder on this host."""
     connection_info = ""
     """Controller connection details for an engine on another host; secret, so never written to a file."""
     is_over = False

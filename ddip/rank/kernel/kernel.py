@@ -96,7 +96,7 @@ from traitlets import Type
 from ddip.protocol import cell_messages, compat_ipython
 from ddip.protocol.cell_messages import AskedQuestion, CellOptions, CellReply, CellRequest
 from ddip.protocol.text import accept_surrogates
-from ddip.rank.debugging import rank_debugger
+from ddip.rank.debugging import ide_service, rank_debugger
 from ddip.rank.debugging.questions import asker
 from ddip.rank.inspection.state_history import history, pause_recording
 from ddip.rank.kernel import answers, app_hooks
@@ -375,6 +375,7 @@ class RankKernel(CellKernel):
         """
         if cell is not None and self._cell == cell:
             self._interrupt_target = cell
+            ide_service.resume_for_interrupt()
             will_tell = _is_own_handler()  # a handler of the cell's own takes the signal without a trace
             self._signal(signal.SIGINT)
             if pauses and will_tell:
@@ -456,6 +457,7 @@ class RankKernel(CellKernel):
         self._cell = self._request_id()
         try:
             self._aside.give_back()
+            ide_service.trace_cell()
             self._allow_interrupts()
             if app_hooks.before is not None and not silent:
                 app_hooks.call_hook(app_hooks.before)
@@ -563,6 +565,10 @@ class RankKernel(CellKernel):
         for stream in self._streams:
             stream.flush_all()
         self.session.send(self.iopub_socket, cell_messages.QUESTION, question, parent=self.get_parent("shell"))
+
+    def send_pause(self, is_paused: bool) -> None:
+        """Tell the notebook that the rank has stopped in an IDE, or that it continues; runs on any thread."""
+        self.session.send(self.iopub_socket, cell_messages.PAUSE, {"is_paused": is_paused}, self.get_parent("shell"))
 
     def do_apply(self, content: Any, bufs: Any, msg_id: Any, reply_metadata: Any) -> tuple[dict[str, Any], list[Any]]:
         """Call the function that a client has sent, and return the content and buffers of the reply.

@@ -142,7 +142,7 @@ class Cells:
             self._tidy_now()
 
     def tidy_error(self) -> None:
-        """Clean up now if the last cell has failed and this has not been done: its frames hold tensors and wrappers."""
+        """Clean up now if the last cell failed and this was not done yet: its frames hold tensors."""
         if self._error is not None:
             self.tidy()
 

@@ -317,6 +317,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
             RankStream.flushing = False
 
     def _flush_both(self) -> None:
+        ended = [self._ended_cells.popleft() for _ in range(len(self._ended_cells))]  # their text is all taken below
         self._flush_pending = False
         self._subprocess_flush_pending = False
         self._queue_external()
@@ -325,8 +326,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
         for (stream, _), entries in groupby(self._drain_queue(), key=lambda entry: (entry[0], entry[1].get("msg_id"))):
             group = list(entries)
             stream._send_limited("".join(text for _, _, text in group), group[0][1])
-        while self._ended_cells:
-            header = self._ended_cells.popleft()
+        for header in ended:
             rest = self._limiters[header["msg_id"]].rest()
             if rest is not None:
                 self._send(rest, header)
