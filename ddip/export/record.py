@@ -36,7 +36,7 @@ class Push:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     data: bytes | None = None
-    """Pickled dict of the values at that time; None if they were too large to keep, or could not be pickled."""
+    """Pickled dict of the values at that time; None if they were too large to keep, or cannot be pickled again."""
 
 
 @dataclass(frozen=True)

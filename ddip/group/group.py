@@ -815,8 +815,8 @@ class Group:
         with self.lifecycle.turn:
             with self.lifecycle.progress.reported_to(progress):
                 self.lifecycle.ensure_ready(to, needs_group=False)
-            self.transferred = transfer.push_values(self.ranks, values, to, progress)
-            self.history.note_push(self._parts.cells.number(), values, to, self.transferred.size)
+            self.transferred, pickled = transfer.push_values(self.ranks, values, to, progress)
+            self.history.note_push(self._parts.cells.number(), pickled, to)
         return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:

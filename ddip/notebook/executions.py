@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import cloudpickle
 
 from ddip.errors import BadInput
 from ddip.export.record import Execution, Push
 from ddip.notebook.first_lines import DIP, skip_comments
 from ddip.protocol.objects import calls
+from ddip.protocol.objects.pickling import Loader
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from ddip.group.cells.cell import Cell
     from ddip.group.cells.history import History
+    from ddip.protocol.objects.pickling import Pickled
 
 LOCAL = re.compile(r"%%dip\s+(local|everywhere)\b[^\n]*\n")
 DIP_LINE = re.compile(r"%%dip\b([^\n]*)\n?")
@@ -59,7 +64,7 @@ class Executions:
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         cells = [cell for cell in history if cell.submitted >= history.started]
         timed: list[tuple[float, Execution | Push]] = [
-            (one.at, Push(one.number, one.names, one.ranks, one.data)) for one in history.sent
+            (sent.at, Push(sent.number, sent.names, sent.ranks, _pickle_again(sent.pickled))) for sent in history.sent
         ]
         for cell in cells:
             source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
@@ -103,6 +108,16 @@ class Executions:
             is_param,
             self._cells.get(cell.number, ""),
         )
+
+
+def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
+    """Return a pickled dict of pushed values, which a script can load without ddip; None if there is none."""
+    if pickled is None:
+        return None
+    loader, data = Loader(pickled), None
+    with contextlib.suppress(Exception):  # the classes of the values may raise anything
+        data = cloudpickle.dumps({name: loader.load(name) for name in pickled})
+    return data
 
 
 def _is_unchanged(cell: Cell) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import time
 import types
@@ -19,6 +18,7 @@ from ddip.export.record import Choice, Execution, Push, Session
 from ddip.export.selection import LeftOut, Plan
 from ddip.group.cells.history import KEPT, SENT_BYTES, History
 from ddip.notebook import executions
+from ddip.protocol.objects import pickling
 from ddip.sharded import values
 
 EVERYONE = (0, 1)
@@ -555,14 +555,14 @@ def test_a_history_that_has_dropped_cells_is_cut() -> None:
 
 
 def test_a_push_is_kept_as_it_was_up_to_a_limit() -> None:
-    history, value = History(), [1]
-    history.note_push(3, {"x": value}, range(2), 100)
-    value.append(2)
-    history.note_push(4, {"x": value}, [1], SENT_BYTES + 1)
+    history, value = History(), torch.ones(2)
+    history.note_push(3, pickling.dump_all({"x": value}).pickled, range(2))
+    value += 1
+    history.note_push(4, pickling.dump_all({"x": bytearray(SENT_BYTES)}).pickled, [1])
     first, second = history.sent
-    assert (first.number, first.names, first.ranks, second.ranks, second.data) == (3, ("x",), (0, 1), (1,), None)
-    assert first.data is not None
-    assert pickle.loads(first.data) == {"x": [1]}
+    assert (first.number, first.names, first.ranks, second.ranks, second.pickled) == (3, ("x",), (0, 1), (1,), None)
+    assert first.pickled is not None
+    assert first.pickled["x"].load().tolist() == [1, 1]
 
 
 NAN = float("nan")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import cloudpickle
 
 from ddip.group.cells.cell import Cell
 from ddip.output.cells import recording
 from ddip.output.cells.router import lock
+from ddip.protocol.objects.pickling import Pickled
 from ddip.settings import DEFAULTS
 
 KEPT = 500
 """Number of cells that the history keeps."""
-SENT_BYTES = 64 << 20
+SENT_BYTES = 16 << 20
 """Bytes of pushed values that the history keeps for an export, for all pushes together."""
 
 
@@ -42,8 +39,8 @@ class Sent:
     """Number of the notebook's cell that has pushed them."""
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    data: bytes | None
-    """Pickled dict of the values; None if it would exceed `SENT_BYTES`, or cannot be pickled."""
+    pickled: Mapping[str, Pickled] | None
+    """Copies of the pickled values; None if they would exceed `SENT_BYTES`."""
 
 
 class History:
@@ -70,6 +67,7 @@ class History:
         """Changes of the ranks' state since then that no cell has made, oldest first."""
         self.sent: list[Sent] = []
         """Pushes since then, oldest first."""
+        self._sent_bytes = 0
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(list(self._cells))
@@ -86,15 +84,15 @@ class History:
     def begin_session(self) -> None:
         """Note that all ranks start now, without any variables."""
         self.started, self.is_cut = time.time(), False
-        self.changes, self.sent = [], []
+        self.changes, self.sent, self._sent_bytes = [], [], 0
 
-    def note_push(self, number: int, values: Mapping[str, Any], ranks: Sequence[int], size: int) -> None:
-        """Note that the notebook's cell `number` has pushed `values`, which have `size` bytes, to `ranks`."""
-        data = None
-        if sum(len(sent.data or b"") for sent in self.sent) + size <= SENT_BYTES:
-            with contextlib.suppress(Exception):
-                data = cloudpickle.dumps(dict(values))
-        self.sent.append(Sent(time.time(), number, tuple(values), tuple(ranks), data))
+    def note_push(self, number: int, pickled: Mapping[str, Pickled], ranks: Sequence[int]) -> None:
+        """Note that the notebook's cell `number` has pushed variables to `ranks`, and copy them unless they are large."""
+        kept, size = None, sum(value.size for value in pickled.values())
+        if self._sent_bytes + size <= SENT_BYTES:
+            self._sent_bytes += size
+            kept = {name: Pickled.of(value.joined(), value.sizes) for name, value in pickled.items()}
+        self.sent.append(Sent(time.time(), number, tuple(pickled), tuple(ranks), kept))
 
     def remove(self, cell: Cell) -> None:
         """Remove a cell that will not run after all; raise ValueError if the history lacks it."""
