@@ -48,18 +48,18 @@ def names_of(text: str) -> Names:
     (['f'], ['a'], ['b'])
     """
     table = symtable.symtable(text, "<cell>", "exec")
-    binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
+    binds = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    reads = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
     deferred: set[str] = set()
     assigned: set[str] = set()
 
     def visit_table(child: symtable.SymbolTable, later: bool) -> None:
         later = later or (child.get_type() == "function" and child.get_name() not in COMPREHENSIONS)
-        for one in child.get_symbols():
-            if one.is_global() and one.is_referenced():
-                (deferred if later else reads).add(one.get_name())
-            if one.is_declared_global() and one.is_assigned():
-                assigned.add(one.get_name())
+        for symbol in child.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                (deferred if later else reads).add(symbol.get_name())
+            if symbol.is_declared_global() and symbol.is_assigned():
+                assigned.add(symbol.get_name())
         for inner in child.get_children():
             visit_table(inner, later)
 
@@ -81,7 +81,12 @@ def certain_binds(node: ast.stmt | None) -> frozenset[str]:
     """Return the names that a statement binds whenever it succeeds, without a look at their former values."""
     match node:
         case ast.Assign(targets=targets):
-            return frozenset(one.id for target in targets for one in _flat_targets(target) if isinstance(one, ast.Name))
+            return frozenset(
+                target_name.id
+                for target in targets
+                for target_name in _flat_targets(target)
+                if isinstance(target_name, ast.Name)
+            )
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return frozenset({name})
         case ast.Import() | ast.ImportFrom():
@@ -113,7 +118,7 @@ def untrusted_import(node: ast.stmt | None) -> str:
         return ""
     roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [f"{node.module}"]
     relative = isinstance(node, ast.ImportFrom) and node.level
-    return next((root for one in roots if (root := one.partition(".")[0]) not in TRUSTED or relative), "")
+    return next((root for module in roots if (root := module.partition(".")[0]) not in TRUSTED or relative), "")
 
 
 def is_pure(node: ast.stmt | None) -> bool:
@@ -192,8 +197,8 @@ REFUSED_IMPORTS = {
 
 def find_problem(node: ast.AST) -> str:
     """Return the reason why a script cannot repeat a statement; empty if none is known."""
-    for one in ast.walk(node):
-        match one:
+    for inner in ast.walk(node):
+        match inner:
             case ast.Name("get_ipython"):
                 return "a script has no shell of IPython"
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in ASKS_USER:
@@ -216,9 +221,9 @@ def find_problem(node: ast.AST) -> str:
 
 def find_doubt(node: ast.AST) -> str:
     """Return the reason why a statement may give other values in a script; empty if none is known."""
-    ordered = {id(argument) for one in ast.walk(node) for argument in _uses_without_order(one)}
-    for one in ast.walk(node):
-        match one:
+    ordered = {id(argument) for inner in ast.walk(node) for argument in _uses_without_order(inner)}
+    for inner in ast.walk(node):
+        match inner:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords) if (
                 name in ENTROPY and (not (args or keywords) or ENTROPY.index(name) < ENTROPY.index("default_rng"))
             ):
@@ -233,8 +238,8 @@ def find_doubt(node: ast.AST) -> str:
                 return f"{name} finds other variables in a script"
             case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
                 return f"{name}() finds other variables in a script"
-            case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(one) not in ordered:
-                items = one.elts if isinstance(one, ast.Set) else [one]
+            case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(inner) not in ordered:
+                items = inner.elts if isinstance(inner, ast.Set) else [inner]
                 if not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in items):
                     return "the order of a set may differ between processes: sort it"
     return ""

@@ -161,7 +161,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     `data`: name of the file with pushed values; `last_line`: code to run after the cells instead of the notebook's.
     """
     layout = _arrange_steps(plan)
-    names = {one for step in plan.steps for one in step.statement.names.everything}
+    names = {used for step in plan.steps for used in step.statement.names.everything}
     text = "\n".join(step.statement.text for step in plan.steps)
     main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
     options: dict[str, object] = {}
@@ -180,14 +180,14 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     helpers += [PUSHES.format(file=data)] if plan.data else []
     helpers += [RUN_SCRIPT] if "run_script(" in text else []
     if options:
-        lines = "\n".join(f"    {_option_line(*one)}" for one in options.items())
+        lines = "\n".join(f"    {_option_line(*option)}" for option in options.items())
         helpers.append(OPTIONS.format(lines=lines))
-    imports = [f"import {one}" for one in OURS if one != "subprocess" or "subprocess.run(" in text]
+    imports = [f"import {module}" for module in OURS if module != "subprocess" or "subprocess.run(" in text]
     imports += ["import argparse"] if options else []
     imports += ["from IPython.display import display"] if "display" in names else []
     shown = "" if last_line else _shown_text(plan)
     helpers += [SHOW.format(lines=shown)] if shown else []
-    bound = {one for step in plan.steps if id(step) not in layout.hoisted for one in step.statement.names.binds}
+    bound = {name for step in plan.steps if id(step) not in layout.hoisted for name in step.statement.names.binds}
     opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
     opening += "".join(f"    global {line.rstrip(',')}\n" for line in textwrap.wrap(", ".join(sorted(bound)), 100))
     opening += "    session_options = parse_options()\n" if options else ""
@@ -231,16 +231,16 @@ def _arrange_steps(plan: Plan) -> _Layout:
     layout = _Layout()
     if any(step.statement.script for step in plan.steps):
         return layout  # whose variables may have the same names
-    nodes: dict[str, list[ast.stmt | None]] = {one: [*ast.parse(f"import {one}").body] for one in OURS}
+    nodes: dict[str, list[ast.stmt | None]] = {module: [*ast.parse(f"import {module}").body] for module in OURS}
     text = "\n".join(step.statement.text for step in plan.steps)
     for step in plan.steps:
-        for one in step.statement.names.binds | step.statement.names.sets:
-            nodes.setdefault(one, []).append(step.statement.node)
+        for name in step.statement.names.binds | step.statement.names.sets:
+            nodes.setdefault(name, []).append(step.statement.node)
     read: set[str] = set()
     is_changed = any(word in text for word in ("__init_subclass__", "__set_name__", "metaclass"))
     for step in plan.steps:
         node, names = step.statement.node, step.statement.names
-        same = node is not None and all(_is_same(node, other) for one in names.binds for other in nodes[one])
+        same = node is not None and all(_is_same(node, other) for name in names.binds for other in nodes[name])
         is_early = bool((names.binds - layout.names) & (read | code_names.BUILTINS | PROVIDED))
         if node is not None and same and not is_early and step.ranks is EVERYWHERE:
             if isinstance(node, IMPORTS):
@@ -268,22 +268,22 @@ def _can_move(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_ch
         if is_changed:
             return False
         parts: list[ast.AST] = [*node.bases, *node.keywords]
-        for one in node.body:
-            if isinstance(one, DEFINITIONS):
-                if not _can_move(one, is_changed):
+        for member in node.body:
+            if isinstance(member, DEFINITIONS):
+                if not _can_move(member, is_changed):
                     return False
             else:
-                parts.append(one)
+                parts.append(member)
     else:
         parts = [*code_names.default_values(node)]
-    inner = [one for part in [*parts, *node.decorator_list] for one in ast.walk(part)]
-    if any(isinstance(one, ast.Call) for part in parts for one in ast.walk(part)):
+    inner = [inner_node for part in [*parts, *node.decorator_list] for inner_node in ast.walk(part)]
+    if any(isinstance(inner_node, ast.Call) for part in parts for inner_node in ast.walk(part)):
         return False
-    decorators = [one.func if isinstance(one, ast.Call) else one for one in node.decorator_list]
-    roots = {ast.unparse(one).partition(".")[0] for one in decorators}
+    decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
+    roots = {ast.unparse(decorator).partition(".")[0] for decorator in decorators}
     known = {"torch", "functools", "contextlib", "dataclasses", "dataclass", "staticmethod", "classmethod", "property"}
     return roots <= known and not (
-        is_changed and (node.decorator_list or any(isinstance(one, ast.Attribute) for one in inner))
+        is_changed and (node.decorator_list or any(isinstance(inner_node, ast.Attribute) for inner_node in inner))
     )
 
 
@@ -291,8 +291,8 @@ def _may_change(node: ast.stmt) -> bool:
     """Return True if a statement may change the meaning of a later import or definition."""
     if code_names.untrusted_import(node):
         return True
-    for one in ast.walk(node):
-        match one:
+    for inner in ast.walk(node):
+        match inner:
             case ast.Attribute(value=value, ctx=ast.Store() | ast.Del()):
                 if not isinstance(value, ast.Name) or value.id != "self":
                     return True
@@ -314,7 +314,9 @@ def _is_same(node: ast.stmt, other: ast.stmt | None) -> bool:
         return all(first[name] == second[name] for name in first.keys() & second.keys())
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return False  # a second run makes a new object, with a state of its own
-    if not all(isinstance(one, (ast.Constant, ast.Name, ast.UnaryOp)) for one in code_names.default_values(node)):
+    if not all(
+        isinstance(default, (ast.Constant, ast.Name, ast.UnaryOp)) for default in code_names.default_values(node)
+    ):
         return False
     return other is not None and ast.dump(node) == ast.dump(other)
 
@@ -330,7 +332,7 @@ def _import_lines(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, options: dict[str, object]) -> str:
     """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`."""
-    has_options = {one.number for one in session.events if getattr(one, "is_param", False)}
+    has_options = {event.number for event in session.events if getattr(event, "is_param", False)}
     lines: list[str] = []
     former = 0
     rest = [part for part in plan.parts if id(part) not in layout.hoisted]

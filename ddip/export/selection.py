@@ -130,17 +130,17 @@ def plan_script(session: Session, choice: Choice) -> Plan:
 def _chosen_events(session: Session, choice: Choice) -> list[Execution | Push]:
     events = list(session.events)
     if choice.numbers is not None:
-        events = [one for one in events if one.number in choice.numbers]
+        events = [event for event in events if event.number in choice.numbers]
     if choice.last:
         last = {
-            one.cell or one.code: one
-            for one in events
-            if isinstance(one, Execution) and one.ranks is not None and not one.failure
+            event.cell or event.code: event
+            for event in events
+            if isinstance(event, Execution) and event.ranks is not None and not event.failure
         }
         events = [
-            one
-            for one in events
-            if isinstance(one, Push) or one.ranks is None or last.get(one.cell or one.code, one) is one
+            event
+            for event in events
+            if isinstance(event, Push) or event.ranks is None or last.get(event.cell or event.code, event) is event
         ]
     return events
 
@@ -234,31 +234,38 @@ class _LocalCode:
         lines: list[str] = []
         steps: list[Step] = []
         known, pulls, why = set(self._known), self._pulls, ""
-        imports = {name: one for one in self._imports for name in one.names.binds}
+        imports = {name: statement for statement in self._imports for name in statement.names.binds}
         used: dict[str, Statement] = {}
-        for one in statements:
-            if one.pull is not None:
-                targets, copy = _parse_pull(one.pull, execution.number)
-                why = why or ("" if targets else f"%dipull {one.pull}")
+        for statement in statements:
+            if statement.pull is not None:
+                targets, copy = _parse_pull(statement.pull, execution.number)
+                why = why or ("" if targets else f"%dipull {statement.pull}")
                 lines.append(f"({', '.join(targets)},) = pulled[{pulls}]")
                 steps += copy
                 pulls, known = pulls + 1, known.union(targets)
                 continue
-            reads = (one.names.reads | one.names.deferred) - BUILTINS - one.names.binds - known
+            reads = (statement.names.reads | statement.names.deferred) - BUILTINS - statement.names.binds - known
             used |= {name: imports[name] for name in reads if name in imports}
-            missing = sorted((one.names.needs | one.names.reads - one.names.binds) - BUILTINS - known - imports.keys())
-            why = why or one.problem or (f"it reads the notebook's {missing[0]}" if missing else "")
-            known |= one.names.binds
-            lines.append(one.text)
-        is_user = bool(steps) or any((one.names.reads | one.names.deferred) & self._known for one in statements)
-        self._imports += [one for one in statements if isinstance(one.node, IMPORTS)]
+            missing = sorted(
+                (statement.names.needs | statement.names.reads - statement.names.binds)
+                - BUILTINS
+                - known
+                - imports.keys()
+            )
+            why = why or statement.problem or (f"it reads the notebook's {missing[0]}" if missing else "")
+            known |= statement.names.binds
+            lines.append(statement.text)
+        is_user = bool(steps) or any(
+            (statement.names.reads | statement.names.deferred) & self._known for statement in statements
+        )
+        self._imports += [statement for statement in statements if isinstance(statement.node, IMPORTS)]
         if not is_user or execution.failure:
             return
         if why:
             yield LeftOut(execution.number, f"the notebook ran it: {why}", execution.code)
             return
         yield from steps
-        first = [one.text.strip() for one in dict.fromkeys(used.values())]
+        first = [statement.text.strip() for statement in dict.fromkeys(used.values())]
         self._known, self._pulls = known.union(used), pulls
         self.shown.append((execution.number, [*first, *lines]))
 
@@ -313,15 +320,15 @@ def _is_harmless(execution: Execution, statements: Sequence[Statement], steps: S
         for origin in code_names.import_origins(step.statement.node).items()
     }
     used = {name for step in steps for name in step.statement.names.everything}
-    for one in statements:
-        if one.problem or one.script:
+    for statement in statements:
+        if statement.problem or statement.script:
             return False
-        if isinstance(one.node, IMPORTS):
-            if root := code_names.untrusted_import(one.node):
+        if isinstance(statement.node, IMPORTS):
+            if root := code_names.untrusted_import(statement.node):
                 return execution.failure == f"ModuleNotFoundError: No module named {root!r}"
-            if not code_names.import_origins(one.node).items() <= origins:
+            if not code_names.import_origins(statement.node).items() <= origins:
                 return False
-        elif not code_names.is_pure(one.node) or one.names.binds & used:
+        elif not code_names.is_pure(statement.node) or statement.names.binds & used:
             return False
     return True
 
@@ -377,9 +384,9 @@ def _check_names(plan: Plan, is_whole: bool) -> None:
     for step in steps:
         found = step.statement.names
         strings = {
-            one.value
-            for one in (ast.walk(step.statement.node) if step.statement.node is not None else ())
-            if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            constant.value
+            for constant in (ast.walk(step.statement.node) if step.statement.node is not None else ())
+            if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
         }
         lost = set() if is_whole else found.deferred - strings - known - bound
         for name in sorted((found.needs - known | lost) - reported):

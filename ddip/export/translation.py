@@ -92,7 +92,7 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
     lines = source.splitlines(keepends=True)
     former = 0
     for node in tree.body:
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
         assert node.end_lineno is not None
         above = "".join(lines[former : first - 1])
         above = ("\n" if former and above.startswith("\n") else "") + above.lstrip("\n")
@@ -143,11 +143,13 @@ def _replace_node(tree: ast.AST, former: ast.AST, node: ast.AST) -> None:
             if value is former:
                 setattr(parent, name, node)
             elif isinstance(value, list):
-                value[:] = [node if one is former else one for one in value]
+                value[:] = [node if item is former else item for item in value]
 
 
 def _bound_by(tree: ast.Module) -> Names:
-    targets = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    targets = {
+        target.id for target in ast.walk(tree) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
+    }
     return Names(binds=frozenset(targets))
 
 

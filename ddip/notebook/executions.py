@@ -70,7 +70,7 @@ class Executions:
             source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
             timed.append((cell.began or cell.submitted, self._rank_execution(cell, source, cells)))
         found: list[tuple[int, bool, Execution | Push]] = []
-        for _, event in sorted(timed, key=lambda one: one[0]):  # a queued cell may begin after later ones
+        for _, event in sorted(timed, key=lambda pair: pair[0]):  # a queued cell may begin after later ones
             found.append((max(event.number, found[-1][0] if found else 0), False, event))
         on_ranks: dict[int, set[str]] = {}
         for cell in history:
@@ -80,7 +80,7 @@ class Executions:
             if local.strip():
                 failure = "it failed" if number in self._failed and number not in on_ranks else ""
                 found.append((number, True, Execution(number, local, failure=failure)))
-        return tuple(event for _, _, event in sorted(found, key=lambda one: one[:2]))
+        return tuple(event for _, _, event in sorted(found, key=lambda entry: entry[:2]))
 
     def _rank_execution(self, cell: Cell, source: str, cells: list[Cell]) -> Execution:
         line = DIP_LINE.match(source)
@@ -130,7 +130,7 @@ def _is_unchanged(cell: Cell) -> bool:
 def _find_overlaps(cell: Cell, cells: list[Cell]) -> Iterator[int]:
     """Yield the numbers of other cells that ran on ranks at the same time."""
     for other in cells:
-        spans = [one or float("inf") for one in (cell.began, cell.ended, other.began, other.ended)]
+        spans = [moment or float("inf") for moment in (cell.began, cell.ended, other.began, other.ended)]
         if other is not cell and spans[2] < spans[1] and spans[0] < spans[3]:
             yield other.number
 

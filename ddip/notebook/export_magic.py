@@ -87,7 +87,7 @@ class ExportMagics(Magics):
         results = sorted({name for packed in expected for name in values.packed_names(packed)})
         choice = Choice(numbers, args.last, args.partial, args.check is not None, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
-        refusals = [one for one in plan.refusals if not (one.is_doubt and choice.checked)]
+        refusals = [refusal for refusal in plan.refusals if not (refusal.is_doubt and choice.checked)]
         if refusals and not args.partial:
             raise BadInput(_refusal_text(path, refusals))
         if not plan.steps:
@@ -101,7 +101,7 @@ class ExportMagics(Magics):
                 return script.write_script(plan, session, choice, path.name, f".{data}", check.last_line(results, to))
 
             print(check.compare_script(script_storing, path, session, expected, plan.data))
-            for text in dict.fromkeys(one.text for one in plan.refusals):
+            for text in dict.fromkeys(refusal.text for refusal in plan.refusals):
                 print(f"ddip: other values may differ: {text}")
         path.write_text(text, encoding="utf-8")
         if data:
@@ -178,9 +178,9 @@ def _checked_path(typed: str | None, force: bool) -> Path:
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:
-    numbers = executions.parse_numbers(typed, max((one.number for one in session.events), default=0))
-    on_ranks = {one.number for one in session.events if one.ranks is not None}
-    known = {one.number for one in session.events}
+    numbers = executions.parse_numbers(typed, max((event.number for event in session.events), default=0))
+    on_ranks = {event.number for event in session.events if event.ranks is not None}
+    known = {event.number for event in session.events}
     unknown = sorted(numbers - known)
     if not numbers & on_ranks or (unknown and "-" not in typed):
         what = f"no cell {unknown[0]} has run" if unknown else "none of these cells ran on the ranks"
@@ -200,9 +200,9 @@ def _checked_names(typed: list[str], group: Group) -> list[str]:
 
 
 def _refusal_text(path: Path, refusals: list[Refusal]) -> str:
-    listed = "".join(f"\n  {text}" for text in dict.fromkeys(one.text for one in refusals))
+    listed = "".join(f"\n  {text}" for text in dict.fromkeys(refusal.text for refusal in refusals))
     ways = "--partial writes it with errors at these places"
-    if all(one.is_doubt for one in refusals):
+    if all(refusal.is_doubt for refusal in refusals):
         ways = "--check NAMES writes it if these variables are equal; " + ways
     return f"%dipexport {path}: not written, since the script may not repeat the session:{listed}\n{ways}"
 

@@ -82,8 +82,9 @@ def push_values(
     """Put `values` into the namespaces of the ranks `to`, with the names that they need to run functions.
 
     Such names are read by functions of `values` and missing on these ranks. Returns the sizes and names, and the
-    pickled objects, which use the memory of `values`. Prints a line for each object that was not pushed. Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank,
-    RequestFailed, and RequestInterrupted; nothing has changed then.
+    pickled objects, which use the memory of `values`. Prints a line for each object that was not pushed.
+    Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank, RequestFailed,
+    and RequestInterrupted; nothing has changed then.
     """
 
     def lacking_names(names: list[str]) -> list[str]:
