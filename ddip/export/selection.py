@@ -106,7 +106,7 @@ def plan_script(session: Session, choice: Choice) -> Plan:
     for reason in session.doubts:
         plan.refuse(0, reason, is_doubt=True)
     if session.app is not None:
-        plan.refuse(0, f"-a {session.app} changes its framework on ranks, which a script does not")
+        plan.refuse(0, f"-a {session.app} changes its framework on ranks, which a script does not", is_doubt=True)
     failed: list[tuple[Execution, list[Statement]]] = []
     local = _LocalCode()
     for event in _chosen_events(session, choice):

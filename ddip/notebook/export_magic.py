@@ -11,6 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
+from ddip.cluster.hosts import slurm
 from ddip.errors import BadInput
 from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
@@ -19,6 +20,7 @@ from ddip.notebook.arguments import with_examples
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from ddip.export.job_files import JobShape
     from ddip.export.record import Session
     from ddip.export.selection import Refusal
     from ddip.group.group import Group
@@ -61,6 +63,12 @@ class ExportMagics(Magics):
         metavar="NAME",
         help="Run the script under torchrun, and compare these variables and all modules.",
     )
+    @argument(
+        "--slurm", action="store_true", help="Also write a batch script, train.sbatch, for hosts like the group's."
+    )
+    @argument(
+        "--k8s", action="store_true", help="Also write a Job for Kubernetes, train.yaml, for hosts like the group's."
+    )
     @line_magic
     def dipexport(self, line: str = "") -> None:
         """Write the cells that ran on the ranks since the group started as a script for torchrun.
@@ -69,12 +77,14 @@ class ExportMagics(Magics):
         show that a part would be repeated equally, it names the part with its cell and writes nothing.
         """
         with folder.left_out():
-            from ddip.export import check, script, selection
+            from ddip.export import check, job_files, script, selection
             from ddip.export.record import Choice
             from ddip.sharded import values
 
         args = arguments.parse_line(self.dipexport, "%dipexport", line)
         path = _checked_path(args.path, args.force)
+        for suffix in [".sbatch"] * args.slurm + [".yaml"] * args.k8s:
+            _check_free(str(path.with_suffix(suffix)), args.force)
         if args.check is not None and args.partial:
             raise BadInput("--check --partial: a partial script fails where a part is refused; leave one of them out")
         group = self._main.require_group("%dipexport")
@@ -95,6 +105,11 @@ class ExportMagics(Magics):
         data = f"{path.stem}.data.pickle" if plan.data else ""
         text = check.accept_style(script.write_script(plan, session, choice, path.name, data))
         _ensure_valid(text, path)
+        shape, jobs = _job_shape(group, session.threads), dict[Path, str]()
+        if args.slurm:
+            jobs[path.with_suffix(".sbatch")] = job_files.write_slurm_file(shape, path)
+        if args.k8s:
+            jobs[path.with_suffix(".yaml")] = job_files.write_kubernetes_file(shape, path, data)
         if args.check is not None:
 
             def script_storing(to: str) -> str:
@@ -106,6 +121,8 @@ class ExportMagics(Magics):
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
+        for job, manifest in jobs.items():
+            job.write_text(manifest, encoding="utf-8")
         if args.check is None:
             why = (
                 "may differ, since it lacks executions" if args.last or numbers is not None else "are not compared yet"
@@ -115,6 +132,8 @@ class ExportMagics(Magics):
         left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
         more = f", {left} left out as comments" if left else ""
         self._main.confirm_done(f"wrote {path}: {count} cells{more}; torchrun --nproc-per-node {session.size} {path}")
+        for job in jobs:
+            self._main.confirm_done(f"wrote {job}; its first lines say what to set, and how to start it")
 
     def _read_session(self, group: Group) -> Session:
         """Return the session since all ranks started."""
@@ -172,9 +191,23 @@ def _checked_path(typed: str | None, force: bool) -> Path:
         raise BadInput(f"%dipexport {typed}: type a name that ends with .py, such as %dipexport {path.stem}.py")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise BadInput(f"%dipexport {typed}: files cannot be written to the folder {path.parent}; type another folder")
-    if path.exists() and not force:
-        raise BadInput(f"%dipexport {typed}: the file exists; --force overwrites it")
+    _check_free(typed, force)
     return path
+
+
+def _check_free(typed: str, force: bool) -> None:
+    if Path(typed).expanduser().exists() and not force:
+        raise BadInput(f"%dipexport: the file {typed} exists; --force overwrites it")
+
+
+def _job_shape(group: Group, threads: int) -> JobShape:
+    """Return the hosts of the group, for a job that runs its script."""
+    from ddip.export.job_files import JobShape
+
+    spec, reach = group.spec, group.request.reach
+    ranks = tuple(len(spec.ranks_on(host)) for host in spec.hosts)
+    options = slurm.parse_options(reach.slurm) if reach.slurm else {}
+    return JobShape(ranks, spec.on_gpus, threads, options, reach.setup, reach.python)
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:

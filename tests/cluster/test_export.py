@@ -120,9 +120,24 @@ def test_invalid_input_is_refused(trained: Notebook, typed: str, message: str) -
     assert not Path(trained.folder, "other.py").exists()
 
 
+def test_job_files_are_written_beside_the_script(trained: Notebook) -> None:
+    shown = trained.ok("%dipexport jobs.py --slurm --k8s --data").stdout
+    assert "wrote jobs.sbatch" in shown and "wrote jobs.yaml" in shown
+    for suffix in (".sbatch", ".yaml"):
+        assert "jobs.py" in Path(trained.folder, f"jobs{suffix}").read_text()
+    Path(trained.folder, "jobs.py").unlink()
+    assert (
+        trained.run("%dipexport jobs.py --k8s").message
+        == "%dipexport: the file jobs.yaml exists; --force overwrites it"
+    )
+    assert not Path(trained.folder, "jobs.py").exists()
+    for path in Path(trained.folder).glob("jobs.*"):
+        path.unlink()
+
+
 def test_only_force_overwrites_a_file(trained: Notebook) -> None:
     Path(trained.folder, "mine.py").write_text("mine")
-    assert trained.run("%dipexport mine.py").message == "%dipexport mine.py: the file exists; --force overwrites it"
+    assert trained.run("%dipexport mine.py").message == "%dipexport: the file mine.py exists; --force overwrites it"
     assert script_in(trained, "mine.py") == "mine"
     trained.ok("%dipexport mine.py --force")
     assert "def main" in script_in(trained, "mine.py")

@@ -19,6 +19,7 @@ EQUAL = {
     "02_makedip": ("%makedip -n 3", "--check kept"),
     "06_failures": ("%%dip\nloss = model", "--check model"),
     "fsdp": ("import ddip", "--check model"),
+    "hf_finetune": ("from transformers import TrainerCallback", "--check model"),
     "kaggle_colab": (END, "--check model losses points"),
     "long_runs": (END, "--check model losses right"),
     "scripts": ("%diprun train.py --crash-at 3", "--check model losses"),

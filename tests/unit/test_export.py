@@ -6,6 +6,7 @@ import sys
 import time
 import types
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import cloudpickle
@@ -13,7 +14,9 @@ import numpy
 import pytest
 import torch
 
-from ddip.export import check, script, selection, translation
+from ddip.errors import BadInput
+from ddip.export import check, job_files, script, selection, translation
+from ddip.export.job_files import JobShape
 from ddip.export.record import Choice, Execution, Push, Session
 from ddip.export.selection import LeftOut, Plan
 from ddip.group.cells.history import KEPT, SENT_BYTES, History
@@ -250,7 +253,7 @@ def test_reasons_of_the_session_are_refused() -> None:
     assert [(one.text, one.is_doubt) for one in refusals] == [
         ("a", False),
         ("b", True),
-        ("-a fastai changes its framework on ranks, which a script does not", False),
+        ("-a fastai changes its framework on ranks, which a script does not", True),
     ]
 
 
@@ -591,3 +594,46 @@ def test_values_are_compared_strictly(ours: object, theirs: object, differs: boo
     assert [refused for _, refused in packed] == [{}, {}]
     found = values.compare_values(packed[0][0], packed[1][0]).values()
     assert any(isinstance(one, str) or not one <= check.TOLERANCE for one in found) == differs
+
+
+def test_a_batch_script_has_the_shape_of_the_group_and_its_options() -> None:
+    shape = JobShape((4, 4), True, 2, {"nodes": "2-4", "time": "2:00:00", "exclusive": ""}, "module load cuda")
+    lines = job_files.write_slurm_file(shape, Path("train.py")).splitlines()
+    assert {line for line in lines if line.startswith("#SBATCH")} == {
+        "#SBATCH --job-name=train",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --time=2:00:00",
+        "#SBATCH --exclusive",
+    }
+    assert "module load cuda" in lines
+
+
+def test_a_manifest_starts_one_torchrun_on_each_host() -> None:
+    yaml = pytest.importorskip("yaml", reason="the manifest is read with PyYAML")
+    text = job_files.write_kubernetes_file(JobShape((4, 4), True, 2, {}), Path("my_train.py"), "my_train.data.pickle")
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
+    assert pod["subdomain"] == service["metadata"]["name"] == "my-train"
+    assert container["command"][1:7] == [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "$(JOB_COMPLETION_INDEX)",
+        "--nproc-per-node",
+        "4",
+    ]
+    assert container["command"][-1] == "my_train.py"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert "--from-file=my_train.py --from-file=my_train.data.pickle" in text
+
+
+@pytest.mark.parametrize(("ranks", "name"), [((4, 3), "train.py"), ((4, 4), "my train.py"), ((4, 4), "$x.py")])
+def test_a_job_file_that_could_not_run_is_refused(ranks: tuple[int, ...], name: str) -> None:
+    for write in (job_files.write_slurm_file, lambda shape, script: job_files.write_kubernetes_file(shape, script, "")):
+        with pytest.raises(BadInput):
+            write(JobShape(ranks, False, 1, {}), Path(name))
