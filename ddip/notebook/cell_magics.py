@@ -256,6 +256,10 @@ class CellMagics(Magics):
         --dap opens ports for an IDE instead, which slows Python code on the ranks down until --off.
         """
         args = arguments.parse_line(self.dipdebug, "%dipdebug", line)
+        if args.number is not None and (args.dap or args.off):
+            raise BadInput(
+                f"%dipdebug {line.strip()}: an IDE attaches to ranks, not to a cell; leave out {args.number}"
+            )
         group = self._main.require_group("%dipdebug")
         if args.off:
             group.end_ide()

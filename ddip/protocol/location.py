@@ -37,7 +37,7 @@ class StackLocation:
     ranks still run. ``ended``: its process has ended. ``stopped``: SIGSTOP or a debugger has stopped its process.
     """
     collective: str = ""
-    """Description of the current or last collective of the rank; only set in a `Stack`."""
+    """Description of the current or last collective of the rank; only set in a `Stack` and for a stalled cell."""
     script: str = ""
     """Name of the script that contains the line; empty if a cell does."""
 

@@ -240,6 +240,7 @@ def test_forked_processes_neither_stop_nor_hang(ide: Ide) -> None:
 def test_the_launch_file_names_ranks(notebook: Notebook) -> None:
     two = notebook.ok("%dipdebug --dap -r 1-2").stdout
     assert json.loads(two[two.index("{") :])["compounds"][0]["configurations"] == ["ddip rank 1", "ddip rank 2"]
+    assert "leave out 12" in notebook.fails("%dipdebug 12 --dap").message
     one = notebook.ok("%dipdebug --dap -r 2").stdout
     assert 'start "ddip rank 2"' in one and '"compounds": []' in one
     assert Ide(notebook).file["compounds"][0]["configurations"] == [f"ddip rank {rank}" for rank in range(3)]

@@ -471,15 +471,17 @@ def test_a_stall_shows_the_place_of_each_waiting_rank(cells: ddip.Group, capsys:
     with pytest.raises(CellInterrupted):
         cells.run("""
             import torch, torch.distributed as dist
+            dist.all_reduce(torch.ones(3))
             if rank == 0:
                 dist.recv(torch.ones(1))  # from any rank, so it is not known which one it waits for
         """)
     thread.join()
     lines = stderr_text.text().splitlines()
     assert lines[0] == "ddip: no rank has made progress for 1 s:"
-    assert lines[1].startswith("  rank 0: recv, cell [") and " line 3: dist.recv(" in lines[1]
-    assert lines[2] == "  rank 1: finished"
-    assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[3]
+    assert lines[1].startswith("  rank 0: recv, cell [") and " line 4: dist.recv(" in lines[1]
+    assert re.fullmatch(r"    last collective, \d+ of the default group: all_reduce of \(3,\) float32", lines[2])
+    assert lines[3] == "  rank 1: finished"
+    assert "Ctrl-C ends the cell and keeps all variables, and so does %%dip --timeout SECONDS" in lines[4]
     if switches.is_on(switches.SOCKETS):  # otherwise the rank has to be replaced
         cells.run(PROOF)
 

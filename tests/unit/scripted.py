@@ -140,6 +140,7 @@ class ScriptedEngine:
             on_rank.current_vitals.target: lambda every, keep: self._vitals(),
             on_rank.set_collect.target: lambda collect: None,
             on_rank.main_thread_location.target: self._here,
+            on_rank.waiting_location.target: self._here,
             on_rank.whole_stack.target: lambda: {"place": self._here(), "threads": {"main": "a stack"}},
             on_rank.main_thread_pulse.target: lambda: [0, 0.0],
             on_rank.main_thread_phase.target: lambda: "code" if self.running else "idle",

@@ -178,13 +178,14 @@ def test_a_rank_that_stops_late_runs_the_next_cell(new_group: NewGroup, impatien
 
 def test_a_stalled_cell_says_where_each_rank_waits(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2, stall_timeout=0.02)
-    group.engine(1).answers[on_rank.main_thread_location.target] = press_stop_once(
-        {"function": "all_reduce", "cell": 1, "line": 2}
+    group.engine(1).answers[on_rank.waiting_location.target] = press_stop_once(
+        {"function": "all_reduce", "cell": 1, "line": 2, "collective": "in collective 7"}
     )
     with pytest.raises(CellInterrupted):
         group.run(cell_by_rank("pass", "wait"))
     stderr = capsys.readouterr().err
     assert "no rank has made progress for 0.02 s:\n  rank 0: finished\n  rank 1: all_reduce, cell [1] line 2" in stderr
+    assert "\n    in collective 7\n" in stderr
 
 
 def test_ranks_waiting_for_one_that_caught_its_error_are_unblocked(new_group: NewGroup) -> None:

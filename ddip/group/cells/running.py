@@ -680,7 +680,7 @@ class RunningCell:
                 self._notices.report_running(running, CellError(self.errors), self._ranks.stack_locations(running))
             case RankAction.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
-                where = {**finished, **self._ranks.stack_locations(running)}
+                where = {**finished, **self._ranks.stack_locations(running, with_collectives=True)}
                 causes = [self._ranks.cluster.stopped(), self._manager.describe_partition()]
                 self._notices.report_stall(self._state.limits.stall_timeout, where, causes)
             case Question.WHO_MOVES:

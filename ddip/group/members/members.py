@@ -229,12 +229,16 @@ class Members:
         tables = {rank: outside.get(rank, []) if answer is None else answer for rank, answer in answers.items()}
         return {rank: [tuple(ends) for ends in table] for rank, table in tables.items()}
 
-    def stack_locations(self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, StackLocation | None]:
+    def stack_locations(
+        self, ranks: Sequence[int], seconds: float = ANSWER_SECONDS, *, with_collectives: bool = False
+    ) -> dict[int, StackLocation | None]:
         """Return the stack location of the main thread of each of `ranks`, by rank.
 
         Waits at most `seconds` for the ranks. For ranks that do not answer, see `stack_locations_from_outside`.
+        `with_collectives`: the locations describe the collectives of the ranks.
         """
-        answers = self.call_on_control_channel(ranks, on_rank.main_thread_location(), seconds=seconds)
+        request = on_rank.waiting_location() if with_collectives else on_rank.main_thread_location()
+        answers = self.call_on_control_channel(ranks, request, seconds=seconds)
         outside = self.stack_locations_from_outside([rank for rank, answer in answers.items() if answer is None])
         return {rank: outside[rank] if answer is None else StackLocation(**answer) for rank, answer in answers.items()}
 

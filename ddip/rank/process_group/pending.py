@@ -21,11 +21,19 @@ from ddip.rank.runtime.housekeeping import cells
 
 def whole_stack() -> dict[str, Any]:
     """Return the `Stack` of this rank as a dict, with a description of its cell's current collective."""
-    text = ""
+    return stacks.whole_stack(_collective_of_cell())
+
+
+def waiting_location() -> dict[str, Any]:
+    """Return the `StackLocation` of the main thread as a dict, with a description of its cell's current collective."""
+    return {**stacks.main_thread_location(), "collective": _collective_of_cell()}
+
+
+def _collective_of_cell() -> str:
     if cells.busy:
-        with contextlib.suppress(Exception):  # a cell may have changed torch's objects; the stack is useful without it
-            text = describe_collective()
-    return stacks.whole_stack(text)
+        with contextlib.suppress(Exception):  # a cell may have changed torch's objects; the place is useful without it
+            return describe_collective()
+    return ""
 
 
 def describe_collective() -> str:
