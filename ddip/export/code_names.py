@@ -254,6 +254,9 @@ def _uses_without_order(node: ast.AST) -> Iterator[ast.AST]:
                 match argument:
                     case ast.Call(func=ast.Name("list" | "tuple"), args=inner):
                         yield from inner
+                    case ast.BinOp(left=left, right=right):  # such as the union of two sets
+                        yield left
+                        yield right
         case ast.Compare(left=left, comparators=others):
             yield left
             yield from others

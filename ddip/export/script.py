@@ -48,7 +48,7 @@ def start_rank() -> None:
     import sys
 
     sys.path.insert(0, "")  # modules in the working directory, as in a notebook
-    {use_device}torch.set_num_threads({threads})
+    {use_device}{for_app}torch.set_num_threads({threads})
     torch.distributed.init_process_group({backend!r})
     random.seed(SEEDS[rank])
     torch.manual_seed(SEEDS[rank])
@@ -58,6 +58,8 @@ def start_rank() -> None:
         numpy.random.seed(SEEDS[rank])
     os.environ.setdefault("MPLBACKEND", "agg")  # plots need no screen
 '''
+FOR_HF = 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate uses one process, for lack of GPUs'
+"""The line that replaces ``-a hf`` on CPUs; on GPUs the libraries need none."""
 AGAIN = """\
     join = torch.distributed.init_process_group
 
@@ -171,6 +173,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
         "backend": session.backend,
         "threads": session.threads,
         "seeds": session.seeds,
+        "for_app": f"{FOR_HF}\n    " if session.app == "hf" and session.device == "cpu" else "",
         "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
     }
     joins_again = "init_process_group" in text or "run_script" in text
