@@ -16,7 +16,8 @@ TRUSTED = sys.stdlib_module_names | {"torch", "numpy"}
 """Packages that each rank imports before its first cell, or whose import changes nothing that numbers depend on."""
 COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
 IMPORTS = (ast.Import, ast.ImportFrom)
-COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp", "genexpr")
+COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp")
+"""Scopes that run at once, other than those of generators and functions."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,25 @@ def names_of(text: str) -> Names:
     for child in table.get_children():
         visit_table(child, False)
     tree = ast.parse(text)
+    for node in _walk_own_scope(tree):
+        match node:
+            case ast.AugAssign(target=ast.Name(name)) | ast.Name(name, ast.Del()):
+                reads.add(name)
+            case ast.NamedExpr(target=ast.Name(name)):
+                binds.add(name)  # also within a comprehension
     for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            reads.add(node.target.id)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
-            reads.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             deferred.add(node.value)
     needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
     return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS)))
+
+
+def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below `node` whose assignments bind global names: all but those of functions and classes."""
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield inner
+            yield from _walk_own_scope(inner)
 
 
 def certain_binds(node: ast.stmt | None) -> frozenset[str]:
@@ -179,9 +190,20 @@ ASKS_USER = ("input", "getpass", "breakpoint", "set_trace")
 ENDS = ("exit", "quit", "_exit")
 ENTROPY = (
     *("SystemRandom", "urandom", "uuid1", "uuid4", "token_hex", "token_bytes", "randbits", "randbelow"),
-    *("default_rng", "Random", "RandomState", "SeedSequence", "PCG64", "MT19937", "seed"),
+    *(
+        "default_rng",
+        "Random",
+        "RandomState",
+        "SeedSequence",
+        "PCG64",
+        "PCG64DXSM",
+        "MT19937",
+        "Philox",
+        "SFC64",
+        "seed",
+    ),
 )
-"""Functions that use entropy of the system: the last seven only without arguments."""
+"""Functions that use entropy of the system: from ``default_rng`` on only without arguments, or with None."""
 OWN_GENERATORS = ("albumentations", "cupy", "imgaug", "jax", "keras", "tensorflow")
 """Packages with global random states that ddip does not set."""
 CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
@@ -225,9 +247,27 @@ def find_doubt(node: ast.AST) -> str:
     for inner in ast.walk(node):
         match inner:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords) if (
-                name in ENTROPY and (not (args or keywords) or ENTROPY.index(name) < ENTROPY.index("default_rng"))
+                name in ENTROPY
+                and (
+                    ENTROPY.index(name) < ENTROPY.index("default_rng")
+                    or all(isinstance(value, ast.Constant) and value.value is None for value in args)
+                    and all(isinstance(word.value, ast.Constant) and word.value.value is None for word in keywords)
+                )
             ):
                 return f"{name}() draws from the system's entropy"
+            case ast.alias(name="secrets"):
+                return "secrets draws from the system's entropy"
+            case ast.alias(name=name, asname=str(other)) if name in ENTROPY:
+                return f"{other} is {name}, which may draw from the system's entropy; import it by its own name"
+            case ast.Call(func=ast.Name("hash")):
+                return "hash() of text differs in each process"
+            case ast.BinOp(left=left, right=right) if id(inner) not in ordered and any(
+                isinstance(side, ast.Call)
+                and isinstance(side.func, ast.Attribute)
+                and side.func.attr in ("keys", "items")
+                for side in (left, right)
+            ):
+                return "the order of a set of keys may differ between processes: sort it"
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args) if "seed" in name:
                 calls = [inner.func for value in args for inner in ast.walk(value) if isinstance(inner, ast.Call)]
                 if any(ast.unparse(call).rpartition(".")[2] in CLOCKS for call in calls):

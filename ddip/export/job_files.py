@@ -26,21 +26,22 @@ srun bash -c '{torchrun} --nnodes {hosts} --node-rank "$SLURM_NODEID" --nproc-pe
 """
 KUBERNETES = """\
 # Runs {script} as the session did. Set the image, which needs the packages of the notebook, then:
-#   kubectl create configmap {name} {from_files}
+#   kubectl create configmap {name} {from_files}    (1 MiB at most)
 #   kubectl apply -f {file}
+# The script writes its files to /work, which ends with the pod: mount a volume there to keep them.
 apiVersion: v1
 kind: Service
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   clusterIP: None
   selector:
-    job-name: {name}
+    job-name: "{name}"
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   completionMode: Indexed
   completions: {hosts}
@@ -48,23 +49,26 @@ spec:
   backoffLimit: 0
   template:
     spec:
-      subdomain: {name}
+      subdomain: "{name}"
       restartPolicy: Never
       containers:
-        - name: {name}
+        - name: "{name}"
           image: registry.example.org/torch:1
-          workingDir: /scripts
+          workingDir: /work
           command: [torchrun, --nnodes, "{hosts}", --node-rank, $(JOB_COMPLETION_INDEX), --nproc-per-node, "{per_host}",
-                    --master-addr, {name}-0.{name}, --master-port, "29500", {script}]
+                    --master-addr, {name}-0.{name}, --master-port, "29500", /scripts/{script}]
           env:
             - name: OMP_NUM_THREADS
               value: "{threads}"
 {limits}          volumeMounts:
             - {{name: scripts, mountPath: /scripts}}
+            - {{name: work, mountPath: /work}}
             - {{name: shm, mountPath: /dev/shm}}
       volumes:
         - name: scripts
-          configMap: {{name: {name}}}
+          configMap: {{name: "{name}"}}
+        - name: work
+          emptyDir: {{}}
         - name: shm
           emptyDir: {{medium: Memory}}
 """
@@ -90,8 +94,8 @@ class JobShape:
 def write_slurm_file(shape: JobShape, script: Path) -> str:
     """Return a batch script for ``sbatch``.
 
-    Raises BadInput if the hosts have different numbers of ranks, or if the script's name has other characters than
-    letters, digits, ``.``, ``-`` and ``_``.
+    Raises BadInput if the hosts have different numbers of ranks, or if a path has other characters than letters,
+    digits, ``/``, ``.``, ``+``, ``-`` and ``_``.
     """
     per_host = _ranks_per_host(shape, script, "--slurm")
     cores = f"{per_host * shape.threads}"
@@ -100,8 +104,8 @@ def write_slurm_file(shape: JobShape, script: Path) -> str:
         own["gpus-per-node"] = f"{per_host}"
     options = own | {name: value for name, value in shape.options.items() if name != "nodes"}
     return SLURM.format(
-        script=script.name,
-        file=script.with_suffix(".sbatch").name,
+        script=script,
+        file=script.with_suffix(".sbatch"),
         options="\n".join(f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in options.items()),
         setup=f"{shape.setup}\n" if shape.setup else "",
         threads=shape.threads,
@@ -122,7 +126,7 @@ def write_kubernetes_file(shape: JobShape, script: Path, data: str) -> str:
     return KUBERNETES.format(
         script=script.name,
         file=script.with_suffix(".yaml").name,
-        name=re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-"),
+        name=re.sub(r"[^a-z0-9]+", "-", f"run-{script.stem.lower()}").strip("-")[:50],
         from_files=files,
         hosts=len(shape.ranks),
         per_host=per_host,
@@ -132,8 +136,9 @@ def write_kubernetes_file(shape: JobShape, script: Path, data: str) -> str:
 
 
 def _ranks_per_host(shape: JobShape, script: Path, option: str) -> int:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", script.name):
-        raise BadInput(f"{option}: type a name of letters, digits, - and _ instead of {script.name}")
+    for path in (str(script), shape.python):
+        if not re.fullmatch(r"[\w./+-]*", path, re.ASCII):
+            raise BadInput(f"{option}: a job file cannot have the path {path}; type letters, digits, -, _, . and /")
     if len(set(shape.ranks)) > 1:
         counts = ", ".join(map(str, shape.ranks))
         raise BadInput(f"{option}: the hosts have {counts} ranks, and such a job has the same number on each host")

@@ -23,6 +23,8 @@ class Execution:
     """Number of another cell on ranks that ran at the same time; 0 if there was none."""
     is_param: bool = False
     """True if its assignments become options of the script."""
+    is_former: bool = False
+    """True for a cell of the notebook that ran before the group started."""
     cell: str = ""
     """Identifier of the notebook's cell; empty if the front end sends none."""
 
@@ -36,7 +38,7 @@ class Push:
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     data: bytes | None = None
-    """Pickled dict of the values at that time; None if they were too large to keep, or cannot be pickled again."""
+    """Dict of the values at that time as ``torch.save`` writes it; None if they were too large, or that failed."""
 
 
 @dataclass(frozen=True)

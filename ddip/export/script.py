@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import itertools
+import math
 import sys
 import textwrap
 import tokenize
@@ -22,6 +23,12 @@ from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
 from ddip.export.translation import comment_out
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+MOVABLE = {
+    *("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.compile", "functools.wraps"),
+    *("functools.lru_cache", "functools.cache", "contextlib.contextmanager", "dataclasses.dataclass", "dataclass"),
+    *("staticmethod", "classmethod", "property"),
+}
+"""Decorators that read no other variables when the definition runs."""
 CHANGING = ("setattr", "delattr", "patch", "subprocess", "environ", "putenv", "chdir", "set_start_method", "reload")
 """Names with which code may change the meaning of later imports and definitions."""
 OURS = ("os", "torch", "torch.distributed", "subprocess")
@@ -49,7 +56,7 @@ def start_rank() -> None:
 
     sys.path.insert(0, "")  # modules in the working directory, as in a notebook
     {use_device}{for_app}torch.set_num_threads({threads})
-    torch.distributed.init_process_group({backend!r})
+    torch.distributed.init_process_group("{backend}")
     random.seed(SEEDS[rank])
     torch.manual_seed(SEEDS[rank])
     with contextlib.suppress(ImportError):
@@ -95,20 +102,26 @@ def copied(value: object) -> object:
     """Return a copy on the CPU, which later cells do not change."""
     import io
 
+    import pickle
+
     file = io.BytesIO()
-    torch.save(getattr(value, "module", value) if isinstance(value, torch.nn.Module) else value, file)
+    try:
+        torch.save(getattr(value, "module", value) if isinstance(value, torch.nn.Module) else value, file)
+    except (pickle.PicklingError, AttributeError, TypeError):  # such as a lambda
+        return value
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=False)
 '''
 PUSHES = '''\
 def pushed_values(number: int) -> list:
     """Return the values of one %dipush; {file} has them."""
+    import io
     import pickle
     from pathlib import Path
 
     with Path(__file__).with_name({file!r}).open("rb") as file:
         pushes = pickle.load(file)
-    return [*pickle.loads(pushes[number]).values()]
+    return [*torch.load(io.BytesIO(pushes[number]), weights_only=False).values()]
 '''
 RUN_SCRIPT = '''\
 def run_script(path: str, *arguments: str) -> None:
@@ -283,9 +296,7 @@ def _can_move(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_ch
     if any(isinstance(inner_node, ast.Call) for part in parts for inner_node in ast.walk(part)):
         return False
     decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
-    roots = {ast.unparse(decorator).partition(".")[0] for decorator in decorators}
-    known = {"torch", "functools", "contextlib", "dataclasses", "dataclass", "staticmethod", "classmethod", "property"}
-    return roots <= known and not (
+    return {ast.unparse(decorator) for decorator in decorators} <= MOVABLE and not (
         is_changed and (node.decorator_list or any(isinstance(inner_node, ast.Attribute) for inner_node in inner))
     )
 
@@ -336,6 +347,8 @@ def _import_lines(node: ast.Import | ast.ImportFrom) -> list[str]:
 def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, options: dict[str, object]) -> str:
     """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`."""
     has_options = {event.number for event in session.events if getattr(event, "is_param", False)}
+    is_assigned = any("rank" in step.statement.names.binds | step.statement.names.sets for step in plan.steps)
+    own_rank = "torch.distributed.get_rank()" if is_assigned else "rank"
     lines: list[str] = []
     former = 0
     rest = [part for part in plan.parts if id(part) not in layout.hoisted]
@@ -364,7 +377,7 @@ def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, op
         body = "\n".join(texts).strip("\n")
         if ranks is not None:
             body += "" if any(step.statement.node for step in steps) else "\npass"
-            body = f"if rank {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)
+            body = f"if {own_rank} {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)
         lines.append(body)
     return _indent_code("\n".join(lines).strip("\n") + "\npass" * (not plan.steps)) + "\n"
 
@@ -392,7 +405,7 @@ def _step_text(step: Step, is_last: bool, options: dict[str, object] | None) -> 
             default = ast.literal_eval(value)
         except ValueError:
             return text
-        if isinstance(default, (bool, int, float, str)):
+        if isinstance(default, (bool, int, str)) or (isinstance(default, float) and math.isfinite(default)):
             options[name] = default
             return f"{name} = session_options.{name}"
     return text
@@ -417,7 +430,7 @@ def _indent_code(text: str) -> str:
                 inside |= set(range(token.start[0] + 1, token.end[0] + 1))
     except (tokenize.TokenError, IndentationError):
         pass
-    lines = text.splitlines()
+    lines = text.split("\n")  # a form feed in a string ends no line
     return "\n".join(
         f"    {line}" if line.strip() and number not in inside else line for number, line in enumerate(lines, 1)
     )

@@ -11,21 +11,26 @@ import io
 import itertools
 import pickle
 import re
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from ddip.export import code_names, translation
 from ddip.export.code_names import BUILTINS, IMPORTS, PROVIDED
 from ddip.export.record import Choice, Execution, Push, Session
 from ddip.export.translation import Statement
 
+MODULES = ("os", "torch", "subprocess", "argparse")
+"""Modules that the script imports itself, so that no variable may have their names."""
 EVERYWHERE: tuple[int, ...] | None = None
 """Ranks of a step that all ranks run."""
 LITERAL_CHARS = 200
 """Maximum length of a pushed value that the script has as a literal."""
 WITHOUT = "run the notebook again without it, or choose cells with --cells"
-DATA = "--data writes its value to a file beside the script"
+DATA = "its value cannot be written as Python code; --data stores it in a file beside the script"
 RESERVED = (
     *("SEEDS", "start_rank", "end_rank", "run_cells", "from_ranks", "run_script", "pushed_values", "parse_options"),
     *("session_options", "show_results", "copied", "pulled"),
@@ -81,7 +86,7 @@ class Plan:
     shown: list[tuple[int, list[str]]] = field(default_factory=list)
     """Numbers and code of notebook cells that use pulled values; rank 0 runs them after all cells of the ranks."""
     data: list[bytes] = field(default_factory=list)
-    """Pickled dicts of pushed variables that the script reads from a file."""
+    """Saved dicts of pushed variables that the script reads from a file."""
 
     @property
     def steps(self) -> list[Step]:
@@ -167,13 +172,12 @@ def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], ses
 def _add_push(plan: Plan, push: Push, session: Session, choice: Choice) -> None:
     """Add the assignment of pushed values: as literals, or from a file."""
     ranks = EVERYWHERE if len(push.ranks) == session.size else push.ranks
-    why, lines = "the values were too large to keep; create them in a %%dip cell", list[str]()
+    why, lines = "it is too large, or cannot be pickled; create it in a %%dip cell", list[str]()
     if push.data is not None:
-        loader = _Loader(io.BytesIO(push.data))
-        values = loader.load()
+        values, foreign = _load_push(push.data)
         lines, why = _literal_lines(values), DATA
-        if loader.refused:
-            lines, why = [], f"it contains {loader.refused}; create it in a %%dip cell"
+        if foreign:
+            lines, why = [], f"it contains {foreign}; create it in a %%dip cell"
         elif not lines and choice.stores_data:
             lines = [f"{', '.join(push.names)}{',' * (len(push.names) == 1)} = pushed_values({len(plan.data)})"]
             plan.data.append(push.data)
@@ -188,18 +192,25 @@ def _add_push(plan: Plan, push: Push, session: Session, choice: Choice) -> None:
         plan.parts.append(Step(statement, push.number, ranks))
 
 
-class _Loader(pickle.Unpickler):
-    """Loads pushed values, and finds parts that other processes may not load equally."""
+def _load_push(data: bytes) -> tuple[dict[str, Any], str]:
+    """Return pushed values, and a description of parts that other processes may not load equally."""
+    found: list[str] = []
 
-    refused = ""
+    class Loader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module.partition(".")[0] in ("__main__", "cloudpickle", "ddip"):
+                found.append("code of the notebook")
+            elif module.startswith(("torch.nn", "torch.optim")) and name != "Parameter":
+                found.append("a module or optimizer")
+            elif (module, name) in (("builtins", "set"), ("builtins", "frozenset")):
+                found.append("a set, whose order may differ between processes")
+            return super().find_class(module, name)
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function of the pickle, and note whether only the notebook has it."""
-        if module.partition(".")[0] in ("__main__", "cloudpickle", "ddip"):
-            self.refused = "code of the notebook"
-        elif module.startswith(("torch.nn", "torch.optim")):
-            self.refused = "a module or optimizer"
-        return super().find_class(module, name)
+    loading = types.SimpleNamespace(__name__="pickle", Unpickler=Loader, load=pickle.load)
+    values = torch.load(io.BytesIO(data), pickle_module=loading, weights_only=False)
+    if any(isinstance(value, (set, frozenset)) for value in values.values()):
+        found.append("a set, whose order may differ between processes")
+    return values, next(iter(found), "")
 
 
 def _literal_lines(values: dict[str, Any]) -> list[str]:
@@ -231,6 +242,9 @@ class _LocalCode:
     def read_cell(self, execution: Execution) -> Iterator[Part]:
         """Collect a cell if it uses pulled values; yield steps for the ranks, or the cell as a comment."""
         statements = translation.translate_cell(execution.code, in_notebook=True)
+        if execution.is_former:
+            self._imports += [statement for statement in statements if isinstance(statement.node, IMPORTS)]
+            return
         lines: list[str] = []
         steps: list[Step] = []
         known, pulls, why = set(self._known), self._pulls, ""
@@ -261,6 +275,8 @@ class _LocalCode:
         self._imports += [statement for statement in statements if isinstance(statement.node, IMPORTS)]
         if not is_user or execution.failure:
             return
+        if steps and "%dipush" in execution.code:
+            why = why or "it pulls and pushes, in an order that ddip does not know"
         if why:
             yield LeftOut(execution.number, f"the notebook ran it: {why}", execution.code)
             return
@@ -305,7 +321,7 @@ def _check_failed(plan: Plan, failed: Sequence[tuple[Execution, list[Statement]]
             continue
         if not _is_harmless(execution, statements, plan.steps):
             reason = (
-                f"it failed ({execution.failure}) and may have changed variables or random states before: {WITHOUT}"
+                f"it failed ({execution.failure}) and may have changed variables or random states before; {WITHOUT}"
             )
             at = next(i for i, part in enumerate(plan.parts) if part.number == execution.number)
             plan.parts.insert(at, Refusal(execution.number, reason, is_doubt=True))
@@ -374,8 +390,11 @@ def _check_names(plan: Plan, is_whole: bool) -> None:
     for name in sorted(everything.intersection(RESERVED)):
         plan.refuse(0, f"the script uses the name {name} itself; give your variable another one")
     for step in steps:
-        if step.statement.names.binds & {"rank"} and any(other.ranks is not EVERYWHERE for other in steps):
-            plan.refuse(step.number, "it assigns rank, which the script needs for cells on some ranks")
+        node = step.statement.node
+        origins = code_names.import_origins(node) if isinstance(node, IMPORTS) else {}
+        for name in sorted((step.statement.names.binds | step.statement.names.sets).intersection(MODULES)):
+            if origins.get(name) != name:
+                plan.refuse(step.number, f"the script uses the module {name} itself; give your variable another name")
     if any(step.statement.script or step.statement.problem for step in steps):
         return
     known = {*BUILTINS, *PROVIDED, "display", "os", "subprocess"}  # of translated magics

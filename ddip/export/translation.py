@@ -89,7 +89,7 @@ def _refuse_code(code: str, problem: str, names: Names | None = None) -> Stateme
 
 def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
     """Yield the text of each statement, with the comment lines above it."""
-    lines = source.splitlines(keepends=True)
+    lines = [f"{line}\n" for line in source.split("\n")]  # a form feed ends no line of Python
     former = 0
     for node in tree.body:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
@@ -97,7 +97,7 @@ def _split_source(source: str, tree: ast.Module) -> Iterator[str]:
         above = "".join(lines[former : first - 1])
         above = ("\n" if former and above.startswith("\n") else "") + above.lstrip("\n")
         text = "".join(lines[first - 1 : node.lineno - 1]) + (ast.get_source_segment(source, node) or "")
-        _, _, after = lines[node.end_lineno - 1].rstrip("\n").rpartition(text.splitlines()[-1])
+        _, _, after = lines[node.end_lineno - 1].rstrip("\n").rpartition(text.split("\n")[-1])
         comment = re.fullmatch(r"\s*;?(\s*#.*)", after)
         yield above + text + (f"  {comment[1].strip()}" if comment else "")
         former = node.end_lineno
@@ -117,10 +117,12 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
             above = text[: text.index(text.lstrip())]
             if plain is None and call is whole:
                 return Statement(above + comment_out(_typed_text(*magic)))
+            if plain is None:
+                raise Untranslatable(_typed_text(*magic))
             if call is whole:
-                text = above + str(plain)
+                text = above + plain
             else:
-                _replace_node(tree, call, ast.parse(plain or "None", mode="eval").body)
+                _replace_node(tree, call, ast.parse(plain, mode="eval").body)
                 text = ast.unparse(tree)
     except (Untranslatable, SyntaxError) as error:
         return _refuse_code(text, str(error), _bound_by(tree))
@@ -179,7 +181,8 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
     if name in (OF_NOTEBOOK if in_notebook else DROPPED):
         return None
     if name.startswith("!") and not re.search(r"[${]", line):
-        captured = ", capture_output=True, text=True, errors='replace'" if name == "!getoutput" else ""
+        joined = ", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace'"
+        captured = joined if name == "!getoutput" else ""
         return f"subprocess.run({line!r}, shell=True{captured})" + (".stdout.splitlines()" if captured else "")
     if name == "cd" and line and not line.startswith("-") and not re.search(r"[${~]", line):
         return f"os.chdir({line.strip(chr(39) + chr(34))!r})"
@@ -189,6 +192,6 @@ def _plain_code(name: str, line: str, in_notebook: bool) -> str | None:
             return None
         if not re.search(r"[${]", value):
             return f"os.environ[{variable.strip()!r}] = {value.strip()!r}"
-    if name == "time" and line:
+    if name == "time" and line and len(ast.parse(line).body) == 1:
         return line
     raise Untranslatable(_typed_text(name, line))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
 
 from ddip.errors import BadInput
 from ddip.export.record import Execution, Push
@@ -36,6 +39,8 @@ class Executions:
         self._failed: set[int] = set()
         self._cells: dict[int, str] = {}
         self._tagged: set[int] = set()
+        self._began: dict[int, float] = {}
+        """Unix time at which each execution began, in seconds."""
         self._number = 0
         shell.events.register("pre_run_cell", self._note_cell)
         shell.events.register("post_run_cell", self._note_result)
@@ -49,6 +54,7 @@ class Executions:
         if not info.store_history:
             return
         self._number = self._shell.execution_count
+        self._began[self._number] = time.time()
         kernel = getattr(self._shell, "kernel", None)
         about = {} if kernel is None else kernel.get_parent("shell").get("metadata", {})
         self._cells[self._number] = str(about.get("cellId", ""))
@@ -79,7 +85,8 @@ class Executions:
             local = _local_code(source, on_ranks.get(number, set()))
             if local.strip():
                 failure = "it failed" if number in self._failed and number not in on_ranks else ""
-                found.append((number, True, Execution(number, local, failure=failure)))
+                is_former = self._began.get(number, 0) < history.started
+                found.append((number, True, Execution(number, local, failure=failure, is_former=is_former)))
         return tuple(event for _, _, event in sorted(found, key=lambda entry: entry[:2]))
 
     def _rank_execution(self, cell: Cell, source: str, cells: list[Cell]) -> Execution:
@@ -106,17 +113,19 @@ class Executions:
             cell.outcome == "not_run",
             next(iter(_find_overlaps(cell, cells)), 0),
             is_param,
-            self._cells.get(cell.number, ""),
+            cell=self._cells.get(cell.number, ""),
         )
 
 
 def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
-    """Return a pickled dict of pushed values, which a script can load without ddip; None if there is none."""
+    """Return a dict of pushed values as ``torch.save`` writes it, for a script without ddip; None if that fails."""
     if pickled is None:
         return None
     loader, data = Loader(pickled), None
     with contextlib.suppress(Exception):  # the classes of the values may raise anything
-        data = cloudpickle.dumps({name: loader.load(name) for name in pickled})
+        file = io.BytesIO()
+        torch.save({name: loader.load(name) for name in pickled}, file, pickle_module=cloudpickle)
+        data = file.getvalue()
     return data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,7 @@ class ExportMagics(Magics):
         if not plan.steps:
             raise BadInput(f"%dipexport {path}: no cell that ran on the ranks has a result; {path} was not written")
         data = f"{path.stem}.data.pickle" if plan.data else ""
-        text = check.accept_style(script.write_script(plan, session, choice, path.name, data))
+        text = check.accept_style(script.write_script(plan, session, choice, str(path), data))
         _ensure_valid(text, path)
         shape, jobs = _job_shape(group, session.threads), dict[Path, str]()
         if args.slurm:
@@ -113,11 +114,11 @@ class ExportMagics(Magics):
         if args.check is not None:
 
             def script_storing(to: str) -> str:
-                return script.write_script(plan, session, choice, path.name, f".{data}", check.last_line(results, to))
+                return script.write_script(plan, session, choice, str(path), f".{data}", check.last_line(results, to))
 
             print(check.compare_script(script_storing, path, session, expected, plan.data))
-            for text in dict.fromkeys(refusal.text for refusal in plan.refusals):
-                print(f"ddip: other values may differ: {text}")
+            for doubt in dict.fromkeys(refusal.text for refusal in plan.refusals):
+                print(f"ddip: other values may differ: {doubt}")
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
@@ -131,7 +132,8 @@ class ExportMagics(Magics):
         count = len({step.number for step in plan.steps})
         left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
         more = f", {left} left out as comments" if left else ""
-        self._main.confirm_done(f"wrote {path}: {count} cells{more}; torchrun --nproc-per-node {session.size} {path}")
+        cells = "1 cell" if count == 1 else f"{count} cells"
+        self._main.confirm_done(f"wrote {path}: {cells}{more}; torchrun --nproc-per-node {session.size} {path}")
         for job in jobs:
             self._main.confirm_done(f"wrote {job}; its first lines say what to set, and how to start it")
 
@@ -189,6 +191,8 @@ def _checked_path(typed: str | None, force: bool) -> Path:
     path = Path(typed).expanduser()
     if path.suffix != ".py":
         raise BadInput(f"%dipexport {typed}: type a name that ends with .py, such as %dipexport {path.stem}.py")
+    if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy"):
+        raise BadInput(f"%dipexport {typed}: such a script would hide the module {path.stem}; type another name")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise BadInput(f"%dipexport {typed}: files cannot be written to the folder {path.parent}; type another folder")
     _check_free(typed, force)
@@ -234,7 +238,7 @@ def _checked_names(typed: list[str], group: Group) -> list[str]:
 
 def _refusal_text(path: Path, refusals: list[Refusal]) -> str:
     listed = "".join(f"\n  {text}" for text in dict.fromkeys(refusal.text for refusal in refusals))
-    ways = "--partial writes it with errors at these places"
+    ways = "--partial writes it with raise NotImplementedError at these places, so that it stops at the first"
     if all(refusal.is_doubt for refusal in refusals):
         ways = "--check NAMES writes it if these variables are equal; " + ways
     return f"%dipexport {path}: not written, since the script may not repeat the session:{listed}\n{ways}"
@@ -244,4 +248,5 @@ def _ensure_valid(text: str, path: Path) -> None:
     try:
         compile(text, str(path), "exec")
     except SyntaxError as error:
-        raise BadInput(f"%dipexport {path}: not written, since {(error.text or '').strip()!r} {error.msg}") from None
+        line = text.split("\n")[(error.lineno or 1) - 1].strip()
+        raise BadInput(f"%dipexport {path}: not written, since a script cannot contain {line!r}: {error.msg}") from None

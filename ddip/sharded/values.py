@@ -39,7 +39,10 @@ def packed_names(packed: bytes) -> set[str]:
 
 def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor):
-        yield path, local_of(value).detach().cpu().clone()
+        if value.is_nested:
+            raise TypeError("a nested tensor cannot be compared")
+        local = local_of(value).detach().cpu()
+        yield path, local.clone() if local.layout is torch.strided else local.to_dense()
     elif isinstance(value, torch.nn.Module):
         for kind in (value.named_parameters(), value.named_buffers()):
             for name, tensor in kind:
@@ -54,7 +57,7 @@ def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flatten_value(f"{path}[{i}]", item)
     elif hasattr(value, "state_dict"):
         yield from _flatten_value(path, value.state_dict())
-    elif hasattr(value, "__array__"):
+    elif hasattr(value, "__array__") and type(value).__module__ == "numpy":
         yield path, torch.as_tensor(value.__array__())
     else:
         raise TypeError(f"a {type(value).__name__} has no values to compare")

@@ -201,6 +201,7 @@ def test_a_check_decides_about_a_failed_cell(notebook: Notebook) -> None:
     notebook.fails("%%dip\ny = x + 1\n1 / 0")
     shown = notebook.ok("%dipexport failed.py --check x").stdout
     assert "largest difference 0\nddip: other values may differ: cell " in shown
+    assert "x = torch.rand(2)" in script_in(notebook, "failed.py")
     notebook.fails("%%dip\ntorch.rand(2)\n1 / 0")
     notebook.ok("%%dip\nx = torch.rand(2)")
     refused = notebook.fails("%dipexport other.py --check x")
@@ -220,7 +221,8 @@ def test_pushed_values_are_those_of_the_push(notebook: Notebook) -> None:
     notebook.ok("%dipush row batch\n%dipush -r 1 batch")
     notebook.ok("%%dip\ntotal = row.sum() + batch")
     assert (
-        "%dipush row: --data writes its value to a file beside the script" in notebook.fails("%dipexport a.py").message
+        "%dipush row: its value cannot be written as Python code; --data stores it"
+        in notebook.fails("%dipexport a.py").message
     )
     assert "largest difference 0\n" in notebook.ok("%dipexport data.py --data --check total row").stdout
     assert Path(notebook.folder, "data.data.pickle").exists()

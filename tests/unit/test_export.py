@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import types
@@ -60,7 +61,9 @@ def script_of(*cells: Cell, **choice: object) -> str:
 
 
 def push_of(number: int, ranks: tuple[int, ...] = EVERYONE, **values: object) -> Push:
-    return Push(number, tuple(values), ranks, cloudpickle.dumps(values))
+    file = io.BytesIO()
+    torch.save(values, file, pickle_module=cloudpickle)
+    return Push(number, tuple(values), ranks, file.getvalue())
 
 
 def left_out(plan: Plan) -> dict[int, str]:
@@ -82,8 +85,8 @@ def main_of(text: str) -> str:
         ("!python -c 'print(1)'", "subprocess.run(\"python -c 'print(1)'\", shell=True)"),
         (
             "files = !ls",
-            "files = subprocess.run('ls', shell=True, capture_output=True, text=True, errors='replace')"
-            ".stdout.splitlines()",
+            "files = subprocess.run('ls', shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
+            "errors='replace').stdout.splitlines()",
         ),
         ("%cd data", "os.chdir('data')"),
         ("%env A=b", "os.environ['A'] = 'b'"),
@@ -357,9 +360,9 @@ def _double(x: int) -> int:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (torch.ones(2), "--data writes its value to a file beside the script"),
-        ([0] * 100, "--data writes its value to a file beside the script"),
-        ([SHARED, SHARED], "--data writes its value to a file beside the script"),
+        (torch.ones(2), "its value cannot be written as Python code; --data stores it in a file beside the script"),
+        ([0] * 100, "its value cannot be written as Python code; --data stores it in a file beside the script"),
+        ([SHARED, SHARED], "its value cannot be written as Python code; --data stores it in a file beside the script"),
         (torch.nn.Linear(1, 1), "it contains a module or optimizer; create it in a %%dip cell"),
         (lambda x: x, "it contains code of the notebook; create it in a %%dip cell"),
     ],
@@ -369,7 +372,7 @@ def test_another_pushed_value_is_refused(value: object, why: str) -> None:
 
 
 def test_a_push_that_was_too_large_is_refused() -> None:
-    why = "the values were too large to keep; create them in a %%dip cell"
+    why = "it is too large, or cannot be pickled; create it in a %%dip cell"
     assert refusals_of(Push(1, ("x",), EVERYONE), "print(x)", stores_data=True) == [f"cell 1: %dipush x: {why}"]
 
 
@@ -401,6 +404,43 @@ def test_other_code_for_pulled_values_is_a_comment(code: str) -> None:
 
 
 # -- what was typed
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os = 1\nprint(os)", "the script uses the module os itself; give your variable another name"),
+        ("import json as torch", "the script uses the module torch itself; give your variable another name"),
+        ("import numpy as np\ng = np.random.default_rng(None)", "default_rng() draws from the system's entropy"),
+        ("from numpy.random import default_rng as new", "new is default_rng, which may draw from the system's entropy"),
+        ("import torch\ntorch.manual_seed(hash('a'))", "hash() of text differs in each process"),
+        ("d = {'a': 1}\nx = list(d.keys() & d.keys())", "the order of a set of keys may differ between processes"),
+        ("here = %pwd", "%pwd"),
+        ("%time a = 1; print(a)", "%time a = 1; print(a)"),
+    ],
+)
+def test_code_that_may_differ_is_refused(code: str, reason: str) -> None:
+    assert any(reason in refusal for refusal in refusals_of(code))
+
+
+def test_a_pulled_value_that_is_pushed_in_the_same_cell_is_a_comment() -> None:
+    plan = plan_of("x = 1", ("%dipull x\nprint(x)\nx = 2\n%dipush x", IN_NOTEBOOK), push_of(2, x=2), "print(x)")
+    assert (plan.refusals, plan.shown) == ([], [])
+
+
+def test_a_pull_before_the_start_is_no_part_of_the_session() -> None:
+    former = Execution(1, "%dipull w\nprint(w)", is_former=True)
+    plan = plan_of(former, "x = 1", "print(x)")
+    assert (plan.refusals, plan.shown) == ([], [])
+
+
+def test_pushed_tensors_keep_their_shared_memory() -> None:
+    base = torch.zeros(3)
+    text = script_of(push_of(1, base=base, view=base[1:]), "base += 1", "a = view.sum().item()", stores_data=True)
+    assert "pushed_values(0)" in text
+    loaded, refused = selection._load_push(push_of(1, base=base, view=base[1:]).data or b"")
+    loaded["base"] += 1
+    assert (loaded["view"].tolist(), refused) == ([1.0, 1.0], "")
 
 
 def test_a_problem_is_written_with_partial() -> None:
@@ -461,14 +501,19 @@ EQUAL = {
         "a = torch.rand(1).item()",
     ],
     "a default that is read once": ["n = 1", "def f(x=n):\n    return x", "n = 2", "a = f()"],
-    "an import by another name": ["import json as os", "a = os.dumps([1])"],
+    "an import by another name": ["import json as sys", "a = sys.dumps([1])"],
     "a module replaced": ["import math", "a = math.pi", "class math:\n    pi = 3", "b = math.pi"],
     "registration of subclasses": [
         "seen = []\nclass Base:\n    def __init_subclass__(cls):\n        seen.append(cls.__name__)",
         "seen.clear()\nclass A(Base):\n    pass",
         "a = len(seen)",
     ],
-    "names of the script": ["torch = 1\ncontextlib = 2\nrandom = 3", "a = torch + contextlib + random"],
+    "names of the script": ["contextlib = 2\nrandom = 3", "a = contextlib + random"],
+    "a generator that reads late": ["k = 1", "g = (x * k for x in range(3))", "k = 10", "a = list(g)"],
+    "a walrus in a comprehension": ["[y := i for i in range(3)]", "def f():\n    return y", "a = f()"],
+    "a sum within a function": ["def f():\n    total = 0\n    total += 2\n    return total", "a = f()"],
+    "rank assigned": ["rank = 0", "a = rank"],
+    "a form feed in a string": ['s = """1 2\f3\u2028 4"""', "a = len(s)"],
     "an annotated variable": ["a: int = 1\na += 1"],
     "an annotation that names a class": [
         "class A:\n    n = 2",
@@ -618,7 +663,7 @@ def test_a_manifest_starts_one_torchrun_on_each_host() -> None:
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
-    assert pod["subdomain"] == service["metadata"]["name"] == "my-train"
+    assert pod["subdomain"] == service["metadata"]["name"] == "run-my-train"
     assert container["command"][1:7] == [
         "--nnodes",
         "2",
@@ -627,7 +672,7 @@ def test_a_manifest_starts_one_torchrun_on_each_host() -> None:
         "--nproc-per-node",
         "4",
     ]
-    assert container["command"][-1] == "my_train.py"
+    assert container["command"][-1] == "/scripts/my_train.py"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
     assert "--from-file=my_train.py --from-file=my_train.data.pickle" in text
 
