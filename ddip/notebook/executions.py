@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import torch
 
 from ddip.errors import BadInput
 from ddip.export.record import Execution, Push
@@ -121,6 +120,8 @@ def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
     """Return a dict of pushed values as ``torch.save`` writes it, for a script without ddip; None if that fails."""
     if pickled is None:
         return None
+    import torch  # takes a second, so only an export imports it here
+
     loader, data = Loader(pickled), None
     with contextlib.suppress(Exception):  # the classes of the values may raise anything
         file = io.BytesIO()
