@@ -74,7 +74,9 @@ def test_the_script_of_the_notebook_gives_its_values(name: str, tmp_path: Path) 
     exports = {}
     for before, line in exports_of(name):
         at = next(
-            i for i, cell in enumerate(notebook.cells) if cell.source.startswith(before) or END == before in cell.source
+            i
+            for i, cell in enumerate(notebook.cells)
+            if cell.cell_type == "code" and (cell.source.startswith(before) or END == before in cell.source)
         )
         exports[line] = nbformat.v4.new_code_cell(f"%%dip local\n{line}", metadata={"tags": ["raises-exception"]})
         notebook.cells.insert(at, exports[line])
