@@ -34,7 +34,7 @@ from ddip.group.cells import logs
 from ddip.group.cells.cell import Cell
 from ddip.group.cells.cell_state import Limits
 from ddip.group.cells.comms import Comms
-from ddip.group.cells.history import History
+from ddip.group.cells.history import Change, History
 from ddip.group.cells.running import RunningCell
 from ddip.group.cells.script_file import find_script
 from ddip.group.debugging import ide_access
@@ -278,7 +278,10 @@ class Group:
         RequestInterrupted
             If the user interrupted the repair; the message names the ranks that were not replaced.
         """
-        return repair.repair_group(self.lifecycle, self._modules, names, source, hosts, progress)
+        replaced = repair.repair_group(self.lifecycle, self._modules, names, source, hosts, progress)
+        if replaced:
+            self.history.changes.append(Change(f"%makedip --repair replaced {ranks_text(replaced)}"))
+        return replaced
 
     def shutdown(self) -> None:
         """End all processes of the group, and remove all its temporary files. A second call does nothing."""
@@ -418,6 +421,7 @@ class Group:
                     asked |= until_it_ends.enter_context(self._profiled(profile, where))
                 show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
+                running.cell.script = asked.get("script")
             cells.run(running, unmatched, asked)
 
     def run_there_too(
@@ -490,7 +494,7 @@ class Group:
             number = self._parts.cells.number()
             begins = f"cell {number} {'waits for' if queued else 'runs in the background on'} {ranks_text(where)}"
             output = BackgroundOutput(seen, begins, self.options.display, quiet=quiet, comms=self.comms)
-            cell = Cell(number, tuple(where), code, output, background=True)
+            cell = Cell(number, tuple(where), code, output, background=True, script=asked.get("script"))
             limits = Limits(self.options.failure_grace, self.options.stall_timeout, timeout, self.ranks.can_unblock)
             with contextlib.ExitStack() as until_it_goes_on:
                 running = self._parts.cells.admit(cell, limits, until_it_goes_on)
@@ -686,6 +690,7 @@ class Group:
             raise BadInput(f"%%dip -a {text}: this group has no app; start it with %makedip -a NAME")
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready()
+            self.history.changes.append(Change(f"%%dip -a {text} sent a command to the app"))
             return app.ask(range(self.world_size), on_rank.run_app_command(apps.find_module(app.name), text))[0]
 
     # -- shared by cells
@@ -810,7 +815,8 @@ class Group:
         with self.lifecycle.turn:
             with self.lifecycle.progress.reported_to(progress):
                 self.lifecycle.ensure_ready(to, needs_group=False)
-            self.transferred = transfer.push_values(self.ranks, values, to, progress)
+            self.transferred, pickled = transfer.push_values(self.ranks, values, to, progress)
+            self.history.note_push(self._parts.cells.number(), pickled, to)
         return [*self.transferred.moved]
 
     def pull(self, names: Sequence[str], rank: int = 0, progress: Report = ignore_progress) -> dict[str, Any]:
@@ -966,6 +972,8 @@ class Group:
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
             copied, refused = self._parts.differences.sync(names, rank)
+        if copied:
+            self.history.changes.append(Change(f"%dipsync copied state of rank {rank}"))
         for path, why in refused.items():
             notify(f"{path} was not copied: {why}")
         return copied
@@ -1010,7 +1018,9 @@ class Group:
         sources = modules.find_sources(names)
         with self.lifecycle.turn, self.lifecycle.progress.reported_to(progress):
             self.lifecycle.ensure_ready(needs_group=False)
-            return self._modules.push(self.ranks, sources, reload, progress)
+            pushed = self._modules.push(self.ranks, sources, reload, progress)
+            self.history.changes.append(Change("%dipush --modules sent modules to other hosts"))
+            return pushed
 
     # -- status
 

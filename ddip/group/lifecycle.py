@@ -98,7 +98,7 @@ from ddip.group.cells.cell import Cell
 from ddip.group.cells.cells import Cells
 from ddip.group.cells.comms import Comms
 from ddip.group.cells.differences import Differences
-from ddip.group.cells.history import History
+from ddip.group.cells.history import Change, History
 from ddip.group.members import places, wanted
 from ddip.group.members.engines import Engines
 from ddip.group.members.placement import GroupSpec, Request
@@ -257,6 +257,7 @@ class Lifecycle:
         return wanted.resolve_spec(request, hosts, 0 if self._parts is None else len(self._parts.ranks.members))
 
     def _start(self, request: Request) -> None:
+        self._history.begin_session()
         self.place = places.allocate_hosts(request, self.progress)
         request = self.place.request
         if not request.hosts:
@@ -298,6 +299,10 @@ class Lifecycle:
                     if marks:
                         parts.differences.refuse_stale(marks, former.size)
                     parts.new_ranks.carry_settings()
+                what = f"%makedip changed the group from {former.size} to {spec.size} ranks"
+                if spec.size == former.size:
+                    what = "%makedip changed the backend, devices or app of the group"
+                self._history.changes.append(Change(what, resizes=spec.size != former.size))
         except KeyboardInterrupt as error:
             now = "the group is unchanged" if self.spec is former else "the group has the requested form"
             what = f"the change was interrupted; {now} ({self.describe().removeprefix('ddip: ')})"

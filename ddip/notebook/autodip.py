@@ -31,6 +31,7 @@ LOCAL_MAGICS = [
     "dipdebug",
     "dipwatch",
     "dipper",
+    "dipexport",
     "load_ext",
     "reload_ext",
     "unload_ext",

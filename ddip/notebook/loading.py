@@ -12,6 +12,7 @@ from ddip.cluster.processes import preload_client
 from ddip.errors import ranks_text
 from ddip.group import session
 from ddip.notebook.cell_magics import CellMagics
+from ddip.notebook.export_magic import ExportMagics
 from ddip.notebook.first_lines import TRANSFORMERS
 from ddip.notebook.magics import DipMagics, Misplaced
 from ddip.notebook.objects import ObjectMagics
@@ -43,7 +44,7 @@ def load_extension(shell: InteractiveShell) -> None:
     magics = DipMagics(shell)
     modules = [apps.find_module(name) for name in magics.warm_apps]
     shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics))
-    shell.register_magics(TrainingMagics(magics), Misplaced(shell))
+    shell.register_magics(TrainingMagics(magics), ExportMagics(magics), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
     session.set_current(magics)
@@ -66,6 +67,9 @@ def unload_extension(shell: InteractiveShell) -> None:
         watch.close()
     for magics_class in (ObjectMagics, TrainingMagics, Misplaced):
         registry.remove_magics(shell, magics_class.__name__)
+    export_magics = registry.remove_magics(shell, ExportMagics.__name__)
+    if export_magics is not None:
+        export_magics.executions.close()
     cell_magics = registry.remove_magics(shell, CellMagics.__name__)
     if cell_magics is not None:
         cell_magics.close()

@@ -304,6 +304,9 @@ class DipMagics(Traits):
         help="Let breakpoint() stop on these ranks only: 0,2 or 1-3; the others run through.",
     )
     @argument("-a", "--appcmd", metavar="COMMAND", help="Send this command to the app before the cell runs.")
+    @argument(
+        "--param", action="store_true", help="%%dipexport makes the cell's assignments options of the exported script."
+    )
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
         """Run the cell on every rank; fails if it fails on any."""

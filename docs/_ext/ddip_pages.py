@@ -25,6 +25,7 @@ from sphinx.application import Sphinx
 import ddip
 from ddip.notebook import for_programs
 from ddip.notebook.cell_magics import CellMagics
+from ddip.notebook.export_magic import ExportMagics
 from ddip.notebook.magics import DipMagics
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.state_magics import TrainingMagics
@@ -65,7 +66,7 @@ class Magic(Directive):
     def run(self) -> list[nodes.Node]:
         """Return one section: the usage, the description, and the arguments."""
         name = self.arguments[0]
-        homes = (DipMagics, ObjectMagics, TrainingMagics, CellMagics, WatchMagics)
+        homes = (DipMagics, ObjectMagics, TrainingMagics, CellMagics, WatchMagics, ExportMagics)
         function = next(getattr(home, name) for home in homes if hasattr(home, name))
         typed = ("%%" if name == "dip" else "%") + name
         section = nodes.section(ids=[name])

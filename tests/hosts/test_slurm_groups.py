@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddip
 from ddip.cluster.reach import Reach
@@ -21,6 +22,8 @@ from ddip.group.members.placement import Request
 
 from ..cluster.leftovers import wait_until
 from ..cluster.notebook import Notebook
+from .first_process import HOME
+from .network import Network
 from .slurm import Slurm, keepers
 from .test_slurm import run_command
 from .test_ssh import pull_from_all, sums_of_ranks
@@ -266,3 +269,38 @@ def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> Non
     finally:
         notebook.shut_down()
     wait_until(lambda: not slurm.jobs())
+
+
+def test_an_exported_job_gives_the_numbers_of_the_session(slurm: Slurm, hosts: Network, tmp_path: Path) -> None:
+    notebook = Notebook(tmp_path)
+    try:
+        notebook.ok("%load_ext ddip")
+        notebook.ok(f'%makedip -n 1 --slurm "nodes=2 time=30" --python {sys.executable}')
+        notebook.ok("%%dip\nimport torch\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))")
+        notebook.ok("""
+            %%dip
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for _ in range(10):
+                loss = model(torch.randn(8, 3)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            torch.save([torch.tensor(losses), *model.state_dict().values()], f"rank{rank}.pt")
+        """)
+        notebook.ok("%dipexport train.py --slurm")
+        notebook.run("%makedip -k")
+    finally:
+        notebook.shut_down()
+    wait_until(lambda: not slurm.jobs())
+    saved = [hosts[f"h{rank + 1}"].path(f"{HOME}/rank{rank}.pt") for rank in range(2)]
+    ours = [torch.load(path) for path in saved]
+    for path in saved:
+        path.unlink()
+        shutil.copy(tmp_path / "train.py", path.parent)  # the folders of a real cluster are shared
+    command = ["sbatch", "--wait", f"--chdir={HOME}", "--output=job.log", str(tmp_path / "train.sbatch")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr + saved[0].with_name("job.log").read_text()
+    for mine, path in zip(ours, saved, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, torch.load(path), strict=True))

@@ -93,6 +93,9 @@ LINES = {
     "%dipstack": ("0 ¦ -r 0 ¦ -v 1 ¦ --verbos ¦ 'x ¦ all"),
     "%dipwatch": ("onn ¦ off on ¦ ON ¦ --onc ¦ -1 off ¦ 5 ¦ on off ¦ -r 0 ¦ 'x ¦ off --once ¦ -2"),
     "%dipper": (" ¦ 1a ¦ a b ¦ if ¦ a.b ¦ g= ¦ 'g ¦ -g ¦ None ¦ g, h ¦ g # c ¦ g; ¦ \u0261\xa0"),
+    "%dipexport": (
+        " ¦ train ¦ train.txt ¦ no/such/train.py ¦ a.py b.py ¦ a.py --cells x ¦ a.py --cells 9-3 ¦ a.py --cells"
+    ),
 }
 """Wrong arguments by magic, and some right ones that look wrong."""
 NEEDING_A_GROUP = (

@@ -13,7 +13,20 @@ import pytest
 grimp = pytest.importorskip("grimp", reason="only make test's environment has import-linter")
 
 DDIP = Path(__file__).parents[2] / "ddip"
-ROOMS = {"notebook", "call", "group", "output", "cluster", "protocol", "rank", "sharded", "apps", "doctor", "server"}
+ROOMS = {
+    "notebook",
+    "call",
+    "group",
+    "output",
+    "cluster",
+    "protocol",
+    "rank",
+    "sharded",
+    "apps",
+    "doctor",
+    "server",
+    "export",
+}
 
 
 def test_rooms_import_each_other_only_as_allowed() -> None:

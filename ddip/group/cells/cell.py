@@ -25,6 +25,7 @@ from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.recording import Recording
 from ddip.output.cells.router import CellOutput
 from ddip.output.tables.tables import CellRow
+from ddip.protocol.cell_messages import ScriptFile
 from ddip.protocol.status_types import CellOutcome
 
 State: TypeAlias = Literal["queued", "running", "ended"]
@@ -101,6 +102,8 @@ class Cell:
     """Its ranks and duration, in words."""
     is_outcome_known: bool = False
     """True once a caller that waited for the cell knows its outcome."""
+    script: ScriptFile | None = None
+    """The script of a ``%diprun`` cell."""
     explained: bool = False
     """True if its error already includes advice."""
     noted: bool = False

@@ -76,12 +76,15 @@ class Transferred:
     """Names that were not requested, but which functions read and the receiver lacked."""
 
 
-def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report) -> Transferred:
+def push_values(
+    ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], progress: Report
+) -> tuple[Transferred, Mapping[str, Pickled]]:
     """Put `values` into the namespaces of the ranks `to`, with the names that they need to run functions.
 
-    Such names are read by functions of `values` and missing on these ranks. Prints a line for each object that was not
-    pushed. Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank,
-    RequestFailed, and RequestInterrupted; nothing has changed then.
+    Such names are read by functions of `values` and missing on these ranks. Returns the sizes and names, and the
+    pickled objects, which use the memory of `values`. Prints a line for each object that was not pushed.
+    Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank, RequestFailed,
+    and RequestInterrupted; nothing has changed then.
     """
 
     def lacking_names(names: list[str]) -> list[str]:
@@ -101,7 +104,8 @@ def push_values(ranks: Ranks, values: Mapping[str, Any], to: Sequence[int], prog
     for own in packed.own:
         notify(f"{own}: ddip sets it on each rank, so the notebook's value was not pushed")
     notify_shares(packed.shares, "pushed")
-    return Transferred(sum(pickled.size for pickled in packed.pickled.values()), packed.moved, packed.along)
+    size = sum(pickled.size for pickled in packed.pickled.values())
+    return Transferred(size, packed.moved, packed.along), packed.pickled
 
 
 def notify_shares(shares: Iterable[str], what: str) -> None:

@@ -84,8 +84,10 @@ def main() -> None:
     from ddip.rank.native import freed
     from ddip.rank.objects import iteration
     from ddip.rank.process_group import membership
+    from ddip.rank.runtime import seeds
 
     gc.enable()
+    seeds.seed_process()
     freed.keep_freed_memory()
     membership.install_hooks()
     iteration.watch_training()

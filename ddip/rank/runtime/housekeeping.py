@@ -241,6 +241,7 @@ def _set_threads(count: int) -> None:
     with contextlib.suppress(Exception):  # no descriptor is left to find the libraries, or the cell replaced open()
         threadpoolctl.threadpool_limits(count)
     torch.set_num_threads(count)
+    process_settings.note_threads(count)
 
 
 def attribute_of(error: BaseException, name: str, default: Any = None) -> Any:

@@ -391,8 +391,18 @@ def _cut_off_code(trace: TracebackType | None) -> Iterator[tuple[CodeType, bool]
 
 def note_start() -> None:
     """Record the settings before this rank's first cell."""
-    _start.update({name: SETTINGS[name].read() for name in (*CARRIED, DIRECTORY, ENVIRONMENT)})
+    _start.update({name: SETTINGS[name].read() for name in (*CARRIED, "threads", DIRECTORY, ENVIRONMENT)})
     _start[PATH] = list(sys.path)
+
+
+def note_threads(count: int) -> None:
+    """Note the number of torch threads that ddip has set."""
+    _start["threads"] = count
+
+
+def start_settings() -> tuple[int, str]:
+    """Return the number of torch threads that ddip has set, and the folder in which this rank has started."""
+    return int(_start["threads"]), str(_start[DIRECTORY])
 
 
 def set_own_variable(name: str, value: str) -> None:

@@ -1,0 +1,1 @@
+"""Write the distributed cells of a session as a script for torchrun; pure functions of text, without processes."""

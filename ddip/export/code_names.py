@@ -1,0 +1,302 @@
+"""Find the global names of a statement, whether it has any other effect, and what a script cannot repeat in it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BUILTINS = frozenset(dir(builtins)) | {"__name__", "__doc__"}
+PROVIDED = frozenset({"rank", "world_size", "device"})
+"""Variables that ddip, and the script, define on each rank."""
+TRUSTED = sys.stdlib_module_names | {"torch", "numpy"}
+"""Packages that each rank imports before its first cell, or whose import changes nothing that numbers depend on."""
+COMPOUND = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
+IMPORTS = (ast.Import, ast.ImportFrom)
+COMPREHENSIONS = ("listcomp", "setcomp", "dictcomp")
+"""Scopes that run at once, other than those of generators and functions."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The global names of one statement."""
+
+    binds: frozenset[str] = frozenset()
+    """Names that the statement assigns, deletes, imports or defines."""
+    reads: frozenset[str] = frozenset()
+    """Names that it reads while it runs."""
+    deferred: frozenset[str] = frozenset()
+    """Names that its functions read when they are called, and identifiers in strings, such as annotations."""
+    sets: frozenset[str] = frozenset()
+    """Names that its functions assign with ``global``."""
+    needs: frozenset[str] = frozenset()
+    """Names that it certainly reads and does not assign itself, without those of Python."""
+
+    @property
+    def everything(self) -> frozenset[str]:
+        """All names that the statement or its functions use."""
+        return self.binds | self.reads | self.deferred | self.sets
+
+
+def names_of(text: str) -> Names:
+    """Return the names of the statement in `text`.
+
+    >>> found = names_of("def f(x=a): return x + b")
+    >>> sorted(found.binds), sorted(found.reads), sorted(found.deferred)
+    (['f'], ['a'], ['b'])
+    """
+    table = symtable.symtable(text, "<cell>", "exec")
+    binds = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    reads = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    deferred: set[str] = set()
+    assigned: set[str] = set()
+
+    def visit_table(child: symtable.SymbolTable, later: bool) -> None:
+        later = later or (child.get_type() == "function" and child.get_name() not in COMPREHENSIONS)
+        for symbol in child.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                (deferred if later else reads).add(symbol.get_name())
+            if symbol.is_declared_global() and symbol.is_assigned():
+                assigned.add(symbol.get_name())
+        for inner in child.get_children():
+            visit_table(inner, later)
+
+    for child in table.get_children():
+        visit_table(child, False)
+    tree = ast.parse(text)
+    for node in _walk_own_scope(tree):
+        match node:
+            case ast.AugAssign(target=ast.Name(name)) | ast.Name(name, ast.Del()):
+                reads.add(name)
+            case ast.NamedExpr(target=ast.Name(name)):
+                binds.add(name)  # also within a comprehension
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            deferred.add(node.value)
+    needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
+    return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS)))
+
+
+def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below `node` whose assignments bind global names: all but those of functions and classes."""
+    for inner in ast.iter_child_nodes(node):
+        if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            yield inner
+            yield from _walk_own_scope(inner)
+
+
+def certain_binds(node: ast.stmt | None) -> frozenset[str]:
+    """Return the names that a statement binds whenever it succeeds, without a look at their former values."""
+    match node:
+        case ast.Assign(targets=targets):
+            return frozenset(
+                target_name.id
+                for target in targets
+                for target_name in _flat_targets(target)
+                if isinstance(target_name, ast.Name)
+            )
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return frozenset({name})
+        case ast.Import() | ast.ImportFrom():
+            return frozenset(import_origins(node))
+    return frozenset()
+
+
+def _flat_targets(target: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for inner in target.elts:
+            yield from _flat_targets(inner)
+    else:
+        yield target
+
+
+def import_origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """Return the origin of each name that an import binds."""
+    if isinstance(node, ast.Import):
+        return {
+            alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
+            for alias in node.names
+        }
+    return {alias.asname or alias.name: f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names}
+
+
+def untrusted_import(node: ast.stmt | None) -> str:
+    """Return the first package that an import needs and that is not `TRUSTED`; empty if there is none."""
+    if not isinstance(node, IMPORTS):
+        return ""
+    roots = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [f"{node.module}"]
+    relative = isinstance(node, ast.ImportFrom) and node.level
+    return next((root for module in roots if (root := module.partition(".")[0]) not in TRUSTED or relative), "")
+
+
+def is_pure(node: ast.stmt | None) -> bool:
+    """Return True if a statement certainly does nothing but bind its names; None is a comment.
+
+    Attributes, items and most operators may run code of a class, which could draw random numbers.
+    """
+    match node:
+        case None | ast.Pass():
+            return True
+        case ast.Expr(value=value):
+            return is_plain(value)
+        case ast.Assign(targets=targets, value=value):
+            return all(isinstance(target, ast.Name) for target in targets) and is_plain(value)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return not node.decorator_list and all(map(is_plain, default_values(node)))
+    return False
+
+
+def default_values(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.expr]:
+    """Return the expressions of a function's defaults."""
+    return [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
+
+
+def is_plain(node: ast.AST | None) -> bool:
+    """Return True if an expression only reads variables, or computes with constants and the rank."""
+    match node:
+        case None | ast.Constant() | ast.Name():
+            return True
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return all(map(is_plain, parts))
+        case ast.Dict(keys=keys, values=values):
+            return all(isinstance(key, ast.Constant) for key in keys) and all(map(is_plain, values))
+        case ast.Lambda():
+            return all(map(is_plain, default_values(node)))
+        case ast.UnaryOp(operand=value):
+            return _is_number(value)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
+    return False
+
+
+def _is_number(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant() | ast.Name("rank" | "world_size"):
+            return True
+        case ast.UnaryOp(operand=value):
+            return _is_number(value)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) and _is_number(right)
+    return False
+
+
+# -- what a script cannot repeat
+
+HAS_NAMESPACE = ("globals", "locals", "exec", "eval")
+ASKS_USER = ("input", "getpass", "breakpoint", "set_trace")
+ENDS = ("exit", "quit", "_exit")
+ENTROPY = (
+    *("SystemRandom", "urandom", "uuid1", "uuid4", "token_hex", "token_bytes", "randbits", "randbelow"),
+    *(
+        "default_rng",
+        "Random",
+        "RandomState",
+        "SeedSequence",
+        "PCG64",
+        "PCG64DXSM",
+        "MT19937",
+        "Philox",
+        "SFC64",
+        "seed",
+    ),
+)
+"""Functions that use entropy of the system: from ``default_rng`` on only without arguments, or with None."""
+OWN_GENERATORS = ("albumentations", "cupy", "imgaug", "jax", "keras", "tensorflow")
+"""Packages with global random states that ddip does not set."""
+CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
+UNORDERED_OK = ("sorted", "len", "min", "max", "set", "frozenset", "isinstance")
+"""Functions whose result does not depend on the order of a set."""
+REFUSED_IMPORTS = {
+    "ddip": "ddip's functions work only in cells",
+    "ipywidgets": "a script has no widgets",
+    "__main__": "the script has another __main__",
+    "pdb": "a script does not repeat what was typed in the debugger",
+}
+
+
+def find_problem(node: ast.AST) -> str:
+    """Return the reason why a script cannot repeat a statement; empty if none is known."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Name("get_ipython"):
+                return "a script has no shell of IPython"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in ASKS_USER:
+                return f"a script does not repeat what was typed at {name}()"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name("sys" | "os"), attr=name)) if (
+                name in ENDS
+            ):
+                return f"{name}() ends a script"
+            case ast.Import(names=aliases):
+                for root in (alias.name.partition(".")[0] for alias in aliases):
+                    if root in REFUSED_IMPORTS:
+                        return REFUSED_IMPORTS[root]
+            case ast.ImportFrom(module=str(module), names=aliases):
+                if (root := module.partition(".")[0]) in REFUSED_IMPORTS:
+                    return REFUSED_IMPORTS[root]
+                if aliases[0].name == "*":
+                    return f"import the names that you use, not * from {module}"
+    return ""
+
+
+def find_doubt(node: ast.AST) -> str:
+    """Return the reason why a statement may give other values in a script; empty if none is known."""
+    ordered = {id(argument) for inner in ast.walk(node) for argument in _uses_without_order(inner)}
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords) if (
+                name in ENTROPY
+                and (
+                    ENTROPY.index(name) < ENTROPY.index("default_rng")
+                    or all(isinstance(value, ast.Constant) and value.value is None for value in args)
+                    and all(isinstance(word.value, ast.Constant) and word.value.value is None for word in keywords)
+                )
+            ):
+                return f"{name}() draws from the system's entropy"
+            case ast.alias(name="secrets"):
+                return "secrets draws from the system's entropy"
+            case ast.alias(name=name, asname=str(other)) if name in ENTROPY:
+                return f"{other} is {name}, which may draw from the system's entropy; import it by its own name"
+            case ast.Call(func=ast.Name("hash")):
+                return "hash() of text differs in each process"
+            case ast.BinOp(left=left, right=right) if id(inner) not in ordered and any(
+                isinstance(side, ast.Call)
+                and isinstance(side.func, ast.Attribute)
+                and side.func.attr in ("keys", "items")
+                for side in (left, right)
+            ):
+                return "the order of a set of keys may differ between processes: sort it"
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args) if "seed" in name:
+                calls = [inner.func for value in args for inner in ast.walk(value) if isinstance(inner, ast.Call)]
+                if any(ast.unparse(call).rpartition(".")[2] in CLOCKS for call in calls):
+                    return f"{name}() gets a number that differs in each run"
+            case ast.alias(name=name) if name.partition(".")[0] in OWN_GENERATORS:
+                return f"{name} draws random numbers of its own"
+            case ast.Name(id=name) if name in HAS_NAMESPACE:
+                return f"{name} finds other variables in a script"
+            case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
+                return f"{name}() finds other variables in a script"
+            case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(inner) not in ordered:
+                items = inner.elts if isinstance(inner, ast.Set) else [inner]
+                if not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in items):
+                    return "the order of a set may differ between processes: sort it"
+    return ""
+
+
+def _uses_without_order(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield operands whose order has no influence on the value of `node`."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=args) if name in UNORDERED_OK:
+            for argument in args:
+                yield argument
+                match argument:
+                    case ast.Call(func=ast.Name("list" | "tuple"), args=inner):
+                        yield from inner
+                    case ast.BinOp(left=left, right=right):  # such as the union of two sets
+                        yield left
+                        yield right
+        case ast.Compare(left=left, comparators=others):
+            yield left
+            yield from others

@@ -1,0 +1,436 @@
+"""Write the text of the script: imports, then functions and classes, then ``main()``.
+
+All variables of the cells are global in ``main``, as they were in the session.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import math
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ddip.errors import ranks_text
+from ddip.export import code_names
+from ddip.export.code_names import IMPORTS, PROVIDED
+from ddip.export.record import Choice, Session
+from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
+from ddip.export.translation import comment_out
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+MOVABLE = {
+    *("torch.no_grad", "torch.inference_mode", "torch.enable_grad", "torch.compile", "functools.wraps"),
+    *("functools.lru_cache", "functools.cache", "contextlib.contextmanager", "dataclasses.dataclass", "dataclass"),
+    *("staticmethod", "classmethod", "property"),
+}
+"""Decorators that read no other variables when the definition runs."""
+CHANGING = ("setattr", "delattr", "patch", "subprocess", "environ", "putenv", "chdir", "set_start_method", "reload")
+"""Names with which code may change the meaning of later imports and definitions."""
+OURS = ("os", "torch", "torch.distributed", "subprocess")
+"""Modules that the script imports itself, at least if its text has their names."""
+HEADER = '''\
+"""The distributed cells of a notebook session, exported by ddip: {size} ranks, {backend}.
+
+Run it in the notebook's folder; --local-ranks-filter 0 after torchrun shows only rank 0:
+    OMP_NUM_THREADS={threads} torchrun --nproc-per-node {size} {name}
+    OMP_NUM_THREADS={threads} srun --nodes 1 --ntasks 1 torchrun --nproc-per-node {size} {name}    (Slurm)
+    OMP_NUM_THREADS={threads} accelerate launch --num_processes {size} {name}
+"""
+'''
+START = '''\
+SEEDS = {seeds}
+"""The random state with which each rank of the session started."""
+
+
+def start_rank() -> None:
+    """Join the process group, and start with the random states of the session's ranks."""
+    import contextlib
+    import os
+    import random
+    import sys
+
+    sys.path.insert(0, "")  # modules in the working directory, as in a notebook
+    {use_device}{for_app}torch.set_num_threads({threads})
+    torch.distributed.init_process_group("{backend}")
+    random.seed(SEEDS[rank])
+    torch.manual_seed(SEEDS[rank])
+    with contextlib.suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(SEEDS[rank])
+    os.environ.setdefault("MPLBACKEND", "agg")  # plots need no screen
+'''
+FOR_HF = 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate uses one process, for lack of GPUs'
+"""The line that replaces ``-a hf`` on CPUs; on GPUs the libraries need none."""
+AGAIN = """\
+    join = torch.distributed.init_process_group
+
+    def join_once(*arguments, **options) -> None:
+        if not torch.distributed.is_initialized():  # as in cells, which may call it although the group exists
+            join(*arguments, **options)
+
+    torch.distributed.init_process_group = join_once
+"""
+END = '''\
+def end_rank() -> None:
+    """Leave the process group."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+'''
+FROM_RANKS = '''\
+def from_ranks(value: object) -> list:
+    """Return the value of each rank; all ranks call this together."""
+    import torch.distributed
+
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, copied(value))
+    return values
+'''
+PULLS = '''\
+pulled: list = []
+"""Values that the notebook pulled, in order."""
+
+
+def copied(value: object) -> object:
+    """Return a copy on the CPU, which later cells do not change."""
+    import io
+
+    import pickle
+
+    file = io.BytesIO()
+    try:
+        torch.save(getattr(value, "module", value) if isinstance(value, torch.nn.Module) else value, file)
+    except (pickle.PicklingError, AttributeError, TypeError):  # such as a lambda
+        return value
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=False)
+'''
+PUSHES = '''\
+def pushed_values(number: int) -> list:
+    """Return the values of one %dipush; {file} has them."""
+    import io
+    import pickle
+    from pathlib import Path
+
+    with Path(__file__).with_name({file!r}).open("rb") as file:
+        pushes = pickle.load(file)
+    return [*torch.load(io.BytesIO(pushes[number]), weights_only=False).values()]
+'''
+RUN_SCRIPT = '''\
+def run_script(path: str, *arguments: str) -> None:
+    """Run a script in this process as %diprun does, and add its variables to those of the cells."""
+    import sys
+    import types
+    from pathlib import Path
+
+    destroy, argv, former = torch.distributed.destroy_process_group, sys.argv, sys.modules["__main__"]
+    torch.distributed.destroy_process_group = lambda *arguments: None
+    sys.argv, sys.modules["__main__"] = [path, *arguments], types.ModuleType("__main__")
+    found = vars(sys.modules["__main__"])
+    found["__file__"] = path
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec"), found)
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        torch.distributed.destroy_process_group, sys.argv, sys.modules["__main__"] = destroy, argv, former
+    globals().update({name: value for name, value in found.items() if name.strip("_") and name[:2] != "__"})
+'''
+OPTIONS = '''\
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line; their defaults are the values of the session."""
+    parser = argparse.ArgumentParser()
+{lines}
+    return parser.parse_args()
+'''
+SHOW = '''\
+def show_results() -> None:
+    """Run the notebook's code for pulled values, on rank 0 after all cells of the ranks."""
+{lines}
+'''
+
+
+@dataclass
+class _Layout:
+    """The imports and definitions that stand above ``main``."""
+
+    imports: list[str] = field(default_factory=list)
+    definitions: list[str] = field(default_factory=list)
+    hoisted: set[int] = field(default_factory=set)
+    """Identities of the steps that are not in ``main``."""
+    names: set[str] = field(default_factory=set)
+    """Names that the module binds."""
+
+
+def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: str = "", last_line: str = "") -> str:
+    """Return the text of the script `name`.
+
+    `data`: name of the file with pushed values; `last_line`: code to run after the cells instead of the notebook's.
+    """
+    layout = _arrange_steps(plan)
+    names = {used for step in plan.steps for used in step.statement.names.everything}
+    text = "\n".join(step.statement.text for step in plan.steps)
+    main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
+    options: dict[str, object] = {}
+    body = _main_text(plan, layout, session, choice, options)
+    facts = {
+        "size": session.size,
+        "backend": session.backend,
+        "threads": session.threads,
+        "seeds": session.seeds,
+        "for_app": f"{FOR_HF}\n    " if session.app == "hf" and session.device == "cpu" else "",
+        "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
+    }
+    joins_again = "init_process_group" in text or "run_script" in text
+    helpers = [START.format(**facts) + (AGAIN if joins_again else ""), END]
+    helpers += [PULLS] if "pulled." in text else []
+    helpers += [FROM_RANKS] if "from_ranks(" in text else []
+    helpers += [PUSHES.format(file=data)] if plan.data else []
+    helpers += [RUN_SCRIPT] if "run_script(" in text else []
+    if options:
+        lines = "\n".join(f"    {_option_line(*option)}" for option in options.items())
+        helpers.append(OPTIONS.format(lines=lines))
+    imports = [f"import {module}" for module in OURS if module != "subprocess" or "subprocess.run(" in text]
+    imports += ["import argparse"] if options else []
+    imports += ["from IPython.display import display"] if "display" in names else []
+    shown = "" if last_line else _shown_text(plan)
+    helpers += [SHOW.format(lines=shown)] if shown else []
+    bound = {name for step in plan.steps if id(step) not in layout.hoisted for name in step.statement.names.binds}
+    opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
+    opening += "".join(f"    global {line.rstrip(',')}\n" for line in textwrap.wrap(", ".join(sorted(bound)), 100))
+    opening += "    session_options = parse_options()\n" if options else ""
+    run = ["start_rank()", f"{main}()", *filter(None, [last_line]), "end_rank()"]
+    run += ['if os.environ["RANK"] == "0":', "    show_results()"] if shown else []
+    ending = 'if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in run)
+    module = [HEADER.format(name=name, **facts), *_sorted_imports([*layout.imports, *imports]), "", _rank_text(session)]
+    parts = ["\n".join(module), *layout.definitions, *helpers, opening + body, ending]
+    return "\n\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def _rank_text(session: Session) -> str:
+    device = 'torch.device("cpu")'
+    if session.device != "cpu":
+        device = f'torch.device({session.device!r}, int(os.environ["LOCAL_RANK"]))'
+    return f'rank = int(os.environ["RANK"])\nworld_size = int(os.environ["WORLD_SIZE"])\ndevice = {device}\n'
+
+
+def _sorted_imports(lines: Iterable[str]) -> list[str]:
+    def section_of(line: str) -> int:
+        package = line.split()[1].partition(".")[0]
+        return 0 if package == "__future__" else 1 if package in sys.stdlib_module_names else 2
+
+    found: list[str] = []
+    for line in sorted({*lines}, key=lambda line: (section_of(line), line.startswith("from "), line.lower())):
+        if found and section_of(line) != section_of(found[-1]):
+            found.append("")
+        found.append(line)
+    return found
+
+
+# -- imports and definitions
+
+
+def _arrange_steps(plan: Plan) -> _Layout:
+    """Choose the imports, functions and classes that can be above ``main`` without another meaning.
+
+    Nothing moves over code that may change its meaning: a change of the environment or of an attribute, or an import of
+    a package that may do the same.
+    """
+    layout = _Layout()
+    if any(step.statement.script for step in plan.steps):
+        return layout  # whose variables may have the same names
+    nodes: dict[str, list[ast.stmt | None]] = {module: [*ast.parse(f"import {module}").body] for module in OURS}
+    text = "\n".join(step.statement.text for step in plan.steps)
+    for step in plan.steps:
+        for name in step.statement.names.binds | step.statement.names.sets:
+            nodes.setdefault(name, []).append(step.statement.node)
+    read: set[str] = set()
+    is_changed = any(word in text for word in ("__init_subclass__", "__set_name__", "metaclass"))
+    for step in plan.steps:
+        node, names = step.statement.node, step.statement.names
+        same = node is not None and all(_is_same(node, other) for name in names.binds for other in nodes[name])
+        is_early = bool((names.binds - layout.names) & (read | code_names.BUILTINS | PROVIDED))
+        if node is not None and same and not is_early and step.ranks is EVERYWHERE:
+            if isinstance(node, IMPORTS):
+                joins = isinstance(node, ast.ImportFrom) and "init_process_group" in names.binds
+                if not (is_changed or joins or code_names.untrusted_import(node)):
+                    layout.imports += _import_lines(node)
+                    layout.hoisted.add(id(step))
+            elif isinstance(node, DEFINITIONS) and _can_move(node, is_changed):
+                fixed = layout.names | code_names.BUILTINS | (PROVIDED - nodes.keys())
+                is_again = node.name in layout.names
+                if names.reads <= fixed and not (is_again and is_changed):
+                    layout.definitions += [] if is_again else [step.statement.text]
+                    layout.hoisted.add(id(step))
+        if id(step) in layout.hoisted:
+            layout.names |= names.binds
+        else:
+            read |= names.reads | names.deferred
+        is_changed = is_changed or (node is not None and _may_change(node))
+    return layout
+
+
+def _can_move(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_changed: bool) -> bool:
+    """Return True if a definition has the same result at the beginning of the script."""
+    if isinstance(node, ast.ClassDef):
+        if is_changed:
+            return False
+        parts: list[ast.AST] = [*node.bases, *node.keywords]
+        for member in node.body:
+            if isinstance(member, DEFINITIONS):
+                if not _can_move(member, is_changed):
+                    return False
+            else:
+                parts.append(member)
+    else:
+        parts = [*code_names.default_values(node)]
+    inner = [inner_node for part in [*parts, *node.decorator_list] for inner_node in ast.walk(part)]
+    if any(isinstance(inner_node, ast.Call) for part in parts for inner_node in ast.walk(part)):
+        return False
+    decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
+    return {ast.unparse(decorator) for decorator in decorators} <= MOVABLE and not (
+        is_changed and (node.decorator_list or any(isinstance(inner_node, ast.Attribute) for inner_node in inner))
+    )
+
+
+def _may_change(node: ast.stmt) -> bool:
+    """Return True if a statement may change the meaning of a later import or definition."""
+    if code_names.untrusted_import(node):
+        return True
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Attribute(value=value, ctx=ast.Store() | ast.Del()):
+                if not isinstance(value, ast.Name) or value.id != "self":
+                    return True
+            case ast.Attribute(value=ast.Name("sys"), attr="path" | "modules"):
+                return True
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in CHANGING:
+                return True
+    return False
+
+
+def _is_same(node: ast.stmt, other: ast.stmt | None) -> bool:
+    """Return True if two imports or functions bind their common names to equal objects."""
+    if node is other:
+        return True
+    if isinstance(node, IMPORTS):
+        if not isinstance(other, IMPORTS):
+            return False
+        first, second = code_names.import_origins(node), code_names.import_origins(other)
+        return all(first[name] == second[name] for name in first.keys() & second.keys())
+    if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        return False  # a second run makes a new object, with a state of its own
+    if not all(
+        isinstance(default, (ast.Constant, ast.Name, ast.UnaryOp)) for default in code_names.default_values(node)
+    ):
+        return False
+    return other is not None and ast.dump(node) == ast.dump(other)
+
+
+def _import_lines(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [ast.unparse(node)]
+    return [f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
+
+
+# -- main
+
+
+def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, options: dict[str, object]) -> str:
+    """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`."""
+    has_options = {event.number for event in session.events if getattr(event, "is_param", False)}
+    is_assigned = any("rank" in step.statement.names.binds | step.statement.names.sets for step in plan.steps)
+    own_rank = "torch.distributed.get_rank()" if is_assigned else "rank"
+    lines: list[str] = []
+    former = 0
+    rest = [part for part in plan.parts if id(part) not in layout.hoisted]
+    for _, group in itertools.groupby(rest, key=_block_of):
+        parts = list(group)
+        first = parts[0]
+        if isinstance(first, LeftOut):
+            lines += [
+                "",
+                f"# cell {first.number} is left out: {first.reason}",
+                comment_out(textwrap.indent(first.code, "    ")),
+            ]
+            continue
+        if isinstance(first, Refusal):
+            if choice.partial:
+                lines += ["", *filter(None, [first.code]), f"raise NotImplementedError({first.text!r})"]
+            continue
+        steps = [part for part in parts if isinstance(part, Step) and not part.statement.problem]
+        if not steps:
+            continue
+        ranks = first.ranks
+        where = f" on {ranks_text(ranks)}" if ranks is not None else ""
+        lines += [""] if former == first.number else ["", f"# cell {first.number}{where}"]
+        former = first.number
+        texts = [_step_text(step, step is steps[-1], options if step.number in has_options else None) for step in steps]
+        body = "\n".join(texts).strip("\n")
+        if ranks is not None:
+            body += "" if any(step.statement.node for step in steps) else "\npass"
+            body = f"if {own_rank} {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)
+        lines.append(body)
+    return _indent_code("\n".join(lines).strip("\n") + "\npass" * (not plan.steps)) + "\n"
+
+
+def _block_of(part: Part) -> tuple[object, ...]:
+    """Return a key that consecutive statements of one block have in common."""
+    return (part.number, part.ranks) if isinstance(part, Step) else (id(part),)
+
+
+def _step_text(step: Step, is_last: bool, options: dict[str, object] | None) -> str:
+    statement, node = step.statement, step.statement.node
+    match node:
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            text = f"{name} = {ast.unparse(value)}"  # a global variable has no annotation
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            text = statement.text
+        case ast.Expr(value=value) if is_last and not isinstance(value, (ast.Call, ast.Constant)):
+            shown = ast.get_source_segment(statement.text, ast.parse(statement.text).body[0]) or ""
+            is_last = statement.text.endswith(shown)
+            return f"{statement.text.removesuffix(shown)}print({shown})" if is_last else statement.text
+        case _:
+            return statement.text
+    if options is not None and isinstance(value, (ast.Constant, ast.UnaryOp)) and name not in (*options, "help", "h"):
+        try:
+            default = ast.literal_eval(value)
+        except ValueError:
+            return text
+        if isinstance(default, (bool, int, str)) or (isinstance(default, float) and math.isfinite(default)):
+            options[name] = default
+            return f"{name} = session_options.{name}"
+    return text
+
+
+def _option_line(name: str, default: object) -> str:
+    kind = "action=argparse.BooleanOptionalAction" if isinstance(default, bool) else f"type={type(default).__name__}"
+    return f"parser.add_argument({'--' + name.replace('_', '-')!r}, dest={name!r}, {kind}, default={default!r})"
+
+
+def _shown_text(plan: Plan) -> str:
+    lines = [f"# cell {number} of the notebook\n" + "\n".join(code) + "\n" for number, code in plan.shown]
+    return _indent_code("\n".join(lines).rstrip("\n"))
+
+
+def _indent_code(text: str) -> str:
+    """Indent all lines but those that continue a string."""
+    inside: set[int] = set()
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING"):
+                inside |= set(range(token.start[0] + 1, token.end[0] + 1))
+    except (tokenize.TokenError, IndentationError):
+        pass
+    lines = text.split("\n")  # a form feed in a string ends no line
+    return "\n".join(
+        f"    {line}" if line.strip() and number not in inside else line for number, line in enumerate(lines, 1)
+    )

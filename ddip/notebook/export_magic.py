@@ -1,0 +1,252 @@
+"""``%dipexport`` writes the distributed cells of the session as a script for torchrun."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments
+
+from ddip.cluster import folder
+from ddip.cluster.hosts import slurm
+from ddip.errors import BadInput
+from ddip.group.cells.history import KEPT
+from ddip.notebook import arguments, executions
+from ddip.notebook.arguments import with_examples
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from ddip.export.job_files import JobShape
+    from ddip.export.record import Session
+    from ddip.export.selection import Refusal
+    from ddip.group.group import Group
+    from ddip.notebook.magics import DipMagics
+
+
+@magics_class
+class ExportMagics(Magics):
+    """The magic that writes a script; it uses the group of the main magics."""
+
+    shell: InteractiveShell
+
+    def __init__(self, main: DipMagics) -> None:
+        super().__init__(shell=main.shell)
+        self._main = main
+        self.executions = executions.Executions(main.shell)
+
+    @with_examples(
+        "%dipexport train.py                       all cells since the group started",
+        "%dipexport train.py --check model         run it, and compare model with the session's",
+        "%dipexport train.py --cells 3-9,12        these executions only",
+        "%dipexport train.py --data                with pushed values in a file beside it",
+    )
+    @magic_arguments()
+    @argument("path", nargs="?", metavar="SCRIPT", help="File to write, such as train.py.")
+    @argument("--cells", metavar="CELLS", help="Numbers of the executions to export: 3-9,12; default: all.")
+    @argument("--last", action="store_true", help="Take each cell once, in its last version; the numbers may differ.")
+    @argument("--force", action="store_true", help="Overwrite an existing file.")
+    @argument(
+        "--data", action="store_true", help="Write pushed values to a file, instead of the notebook's code for them."
+    )
+    @argument(
+        "--partial",
+        action="store_true",
+        help="Write raise NotImplementedError for code that has no translation, instead of refusing it.",
+    )
+    @argument(
+        "--check",
+        nargs="*",
+        metavar="NAME",
+        help="Run the script under torchrun, and compare these variables and all modules.",
+    )
+    @argument(
+        "--slurm", action="store_true", help="Also write a batch script, train.sbatch, for hosts like the group's."
+    )
+    @argument(
+        "--k8s", action="store_true", help="Also write a Job for Kubernetes, train.yaml, for hosts like the group's."
+    )
+    @line_magic
+    def dipexport(self, line: str = "") -> None:
+        """Write the cells that ran on the ranks since the group started as a script for torchrun.
+
+        The script repeats the executions in their order, from the random states of the ranks' start. If ddip cannot
+        show that a part would be repeated equally, it names the part with its cell and writes nothing.
+        """
+        with folder.left_out():
+            from ddip.export import check, job_files, script, selection
+            from ddip.export.record import Choice
+            from ddip.sharded import values
+
+        args = arguments.parse_line(self.dipexport, "%dipexport", line)
+        path = _checked_path(args.path, args.force)
+        for suffix in [".sbatch"] * args.slurm + [".yaml"] * args.k8s:
+            _check_free(str(path.with_suffix(suffix)), args.force)
+        if args.check is not None and args.partial:
+            raise BadInput("--check --partial: a partial script fails where a part is refused; leave one of them out")
+        group = self._main.require_group("%dipexport")
+        if args.check is not None and group.request.hosts:
+            raise BadInput("--check: torchrun would start all ranks on this machine, and the group is on other hosts")
+        session = self._read_session(group)
+        numbers = None if args.cells is None else _checked_numbers(args.cells, session)
+        names = _checked_names(args.check or [], group)
+        expected = [] if args.check is None else self._fetch_results(group, names)
+        results = sorted({name for packed in expected for name in values.packed_names(packed)})
+        choice = Choice(numbers, args.last, args.partial, args.check is not None, frozenset(results), args.data)
+        plan = selection.plan_script(session, choice)
+        refusals = [refusal for refusal in plan.refusals if not (refusal.is_doubt and choice.checked)]
+        if refusals and not args.partial:
+            raise BadInput(_refusal_text(path, refusals))
+        if not plan.steps:
+            raise BadInput(f"%dipexport {path}: no cell that ran on the ranks has a result; {path} was not written")
+        data = f"{path.stem}.data.pickle" if plan.data else ""
+        text = check.accept_style(script.write_script(plan, session, choice, str(path), data))
+        _ensure_valid(text, path)
+        shape, jobs = _job_shape(group, session.threads), dict[Path, str]()
+        if args.slurm:
+            jobs[path.with_suffix(".sbatch")] = job_files.write_slurm_file(shape, path)
+        if args.k8s:
+            jobs[path.with_suffix(".yaml")] = job_files.write_kubernetes_file(shape, path, data)
+        if args.check is not None:
+
+            def script_storing(to: str) -> str:
+                return script.write_script(plan, session, choice, str(path), f".{data}", check.last_line(results, to))
+
+            print(check.compare_script(script_storing, path, session, expected, plan.data))
+            for doubt in dict.fromkeys(refusal.text for refusal in plan.refusals):
+                print(f"ddip: other values may differ: {doubt}")
+        path.write_text(text, encoding="utf-8")
+        if data:
+            path.with_name(data).write_bytes(pickle.dumps(plan.data))
+        for job, manifest in jobs.items():
+            job.write_text(manifest, encoding="utf-8")
+        if args.check is None:
+            why = (
+                "may differ, since it lacks executions" if args.last or numbers is not None else "are not compared yet"
+            )
+            print(f"ddip: the script's numbers {why}; --check NAMES compares these variables")
+        count = len({step.number for step in plan.steps})
+        left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
+        more = f", {left} left out as comments" if left else ""
+        cells = "1 cell" if count == 1 else f"{count} cells"
+        self._main.confirm_done(f"wrote {path}: {cells}{more}; torchrun --nproc-per-node {session.size} {path}")
+        for job in jobs:
+            self._main.confirm_done(f"wrote {job}; its first lines say what to set, and how to start it")
+
+    def _read_session(self, group: Group) -> Session:
+        """Return the session since all ranks started."""
+        from ddip.export.record import Session
+        from ddip.protocol import on_rank
+
+        with group.lifecycle.turn:
+            group.lifecycle.ensure_ready_for_cell()
+            facts = group.ranks.ask(range(group.world_size), on_rank.start_facts())
+        history = group.history
+        problems = [change.text for change in history.changes if change.resizes]
+        if history.is_cut:
+            problems.append(f"ddip has kept only the last {KEPT} cells of this session")
+        seeds, threads, folders, changed = zip(*facts, strict=True)
+        doubts = [change.text for change in history.changes if not change.resizes]
+        doubts += [f"{file} has changed since the ranks started" for file in sorted({*sum(changed, [])})]
+        return Session(
+            tuple(seeds),
+            group.spec.backend,
+            "cuda" if group.spec.on_gpus else "cpu",
+            threads[0],
+            folders[0],
+            group.request.app,
+            self.executions.list_events(history),
+            tuple(problems),
+            tuple(doubts),
+        )
+
+    def _fetch_results(self, group: Group, names: list[str]) -> list[bytes]:
+        """Return each rank's values of `names` and of all modules; raises BadInput if one has no values."""
+        from ddip.protocol import on_rank
+        from ddip.sharded import values
+
+        with group.lifecycle.turn:
+            group.lifecycle.ensure_ready_for_cell()
+            answers = group.ranks.ask(range(group.world_size), on_rank.pack_results(names))
+        found = set()
+        for rank, (packed, refused) in enumerate(answers):
+            found |= values.packed_names(packed)
+            for name, why in refused.items():
+                raise BadInput(f"--check {name}: {why}, on rank {rank}; leave it out")
+        for name in names:
+            if name not in found:
+                raise BadInput(f"--check {name}: it contains no value to compare; name another variable")
+        if not found:
+            raise BadInput("--check: no variable of the ranks is a module with parameters; name variables to compare")
+        return [packed for packed, _ in answers]
+
+
+def _checked_path(typed: str | None, force: bool) -> Path:
+    if typed is None:
+        raise BadInput("%dipexport: type the name of the script, such as %dipexport train.py")
+    path = Path(typed).expanduser()
+    if path.suffix != ".py":
+        raise BadInput(f"%dipexport {typed}: type a name that ends with .py, such as %dipexport {path.stem}.py")
+    if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy"):
+        raise BadInput(f"%dipexport {typed}: such a script would hide the module {path.stem}; type another name")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadInput(f"%dipexport {typed}: files cannot be written to the folder {path.parent}; type another folder")
+    _check_free(typed, force)
+    return path
+
+
+def _check_free(typed: str, force: bool) -> None:
+    if Path(typed).expanduser().exists() and not force:
+        raise BadInput(f"%dipexport: the file {typed} exists; --force overwrites it")
+
+
+def _job_shape(group: Group, threads: int) -> JobShape:
+    """Return the hosts of the group, for a job that runs its script."""
+    from ddip.export.job_files import JobShape
+
+    spec, reach = group.spec, group.request.reach
+    ranks = tuple(len(spec.ranks_on(host)) for host in spec.hosts)
+    options = slurm.parse_options(reach.slurm) if reach.slurm else {}
+    return JobShape(ranks, spec.on_gpus, threads, options, reach.setup, reach.python)
+
+
+def _checked_numbers(typed: str, session: Session) -> frozenset[int]:
+    numbers = executions.parse_numbers(typed, max((event.number for event in session.events), default=0))
+    on_ranks = {event.number for event in session.events if event.ranks is not None}
+    known = {event.number for event in session.events}
+    unknown = sorted(numbers - known)
+    if not numbers & on_ranks or (unknown and "-" not in typed):
+        what = f"no cell {unknown[0]} has run" if unknown else "none of these cells ran on the ranks"
+        raise BadInput(f"--cells {typed}: {what} since the group started; %dipcells lists the cells")
+    return numbers
+
+
+def _checked_names(typed: list[str], group: Group) -> list[str]:
+    names = [name for word in typed for name in word.split(",") if name]
+    known = group.variable_names("")
+    for name in names:
+        if name not in known:
+            raise BadInput(
+                f"--check {name}: rank 0 has no variable {name}{arguments.suggest_names('--check', [name], known)}"
+            )
+    return names
+
+
+def _refusal_text(path: Path, refusals: list[Refusal]) -> str:
+    listed = "".join(f"\n  {text}" for text in dict.fromkeys(refusal.text for refusal in refusals))
+    ways = "--partial writes it with raise NotImplementedError at these places, so that it stops at the first"
+    if all(refusal.is_doubt for refusal in refusals):
+        ways = "--check NAMES writes it if these variables are equal; " + ways
+    return f"%dipexport {path}: not written, since the script may not repeat the session:{listed}\n{ways}"
+
+
+def _ensure_valid(text: str, path: Path) -> None:
+    try:
+        compile(text, str(path), "exec")
+    except SyntaxError as error:
+        line = text.split("\n")[(error.lineno or 1) - 1].strip()
+        raise BadInput(f"%dipexport {path}: not written, since a script cannot contain {line!r}: {error.msg}") from None

@@ -1,0 +1,684 @@
+"""A session as a script: translation, the choice of cells, and the order of the text. No processes."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+import types
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import cloudpickle
+import numpy
+import pytest
+import torch
+
+from ddip.errors import BadInput
+from ddip.export import check, job_files, script, selection, translation
+from ddip.export.job_files import JobShape
+from ddip.export.record import Choice, Execution, Push, Session
+from ddip.export.selection import LeftOut, Plan
+from ddip.group.cells.history import KEPT, SENT_BYTES, History
+from ddip.notebook import executions
+from ddip.protocol.objects import pickling
+from ddip.sharded import values
+
+EVERYONE = (0, 1)
+IN_NOTEBOOK = None
+Cell = str | tuple[str, tuple[int, ...] | None] | Execution | Push
+"""A cell on both ranks, a cell on other ranks, or a push."""
+
+
+def session_of(*cells: Cell) -> Session:
+    """Return a session of two ranks that ran these cells."""
+    found: list[Execution | Push] = []
+    for number, cell in enumerate(cells, 1):
+        if isinstance(cell, (Execution, Push)):
+            found.append(cell)
+        else:
+            found.append(Execution(number, cell, EVERYONE) if isinstance(cell, str) else Execution(number, *cell))
+    return Session(seeds=(5, 6), events=tuple(found))
+
+
+def plan_of(*cells: Cell, **choice: object) -> Plan:
+    return selection.plan_script(session_of(*cells), Choice(**choice))  # type: ignore[arg-type]
+
+
+def refusals_of(*cells: Cell, **choice: object) -> list[str]:
+    return [one.text for one in plan_of(*cells, **choice).refusals]
+
+
+def script_of(*cells: Cell, **choice: object) -> str:
+    """Return the script's text, which must be valid Python."""
+    session, chosen = session_of(*cells), Choice(**choice)  # type: ignore[arg-type]
+    plan = selection.plan_script(session, chosen)
+    assert chosen.partial or not plan.refusals
+    text = script.write_script(plan, session, chosen, "train.py", "train.data.pickle" if plan.data else "")
+    compile(text, "train.py", "exec")
+    return text
+
+
+def push_of(number: int, ranks: tuple[int, ...] = EVERYONE, **values: object) -> Push:
+    file = io.BytesIO()
+    torch.save(values, file, pickle_module=cloudpickle)
+    return Push(number, tuple(values), ranks, file.getvalue())
+
+
+def left_out(plan: Plan) -> dict[int, str]:
+    return {part.number: part.reason for part in plan.parts if isinstance(part, LeftOut)}
+
+
+def main_of(text: str) -> str:
+    """Return the body of the script's main function, without indentation."""
+    body = text.partition('in the order of the session."""\n')[2].partition("\n\n\nif __name__")[0]
+    return "\n".join(line[4:] for line in body.splitlines())
+
+
+# -- translation
+
+
+@pytest.mark.parametrize(
+    ("typed", "plain"),
+    [
+        ("!python -c 'print(1)'", "subprocess.run(\"python -c 'print(1)'\", shell=True)"),
+        (
+            "files = !ls",
+            "files = subprocess.run('ls', shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, "
+            "errors='replace').stdout.splitlines()",
+        ),
+        ("%cd data", "os.chdir('data')"),
+        ("%env A=b", "os.environ['A'] = 'b'"),
+        ("%set_env A b c", "os.environ['A'] = 'b c'"),
+        ("%time fit(3)", "fit(3)"),
+        ("%matplotlib inline", "# %matplotlib inline"),
+        ("%config InlineBackend.rc = {}", "# %config InlineBackend.rc = {}"),
+        ("model?", "# %pinfo model"),
+        ("if n:\n    !touch x", "if n:\n    subprocess.run('touch x', shell=True)"),
+        ("x;  # no output", "x  # no output"),
+    ],
+)
+def test_a_line_becomes_plain_python(typed: str, plain: str) -> None:
+    (statement,) = translation.translate_cell(typed)
+    assert (statement.text, statement.problem) == (plain, "")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "%run other.py",
+        "%%bash\nls",
+        "!touch $HOME",
+        "!touch {n}",
+        "%timeit -n 2 fit(3)",
+        "get_ipython().ask_exit()",
+        "async for x in y:\n    print(x)",
+        "%env A=$B",
+        "%autoreload 2",
+        "x = await load(1)",
+        "from torch import *",
+        "x = input()",
+        "sys.exit(0)",
+        "import ipywidgets",
+        "%diprun -m package.train",
+    ],
+)
+def test_a_line_without_a_translation_is_named(typed: str) -> None:
+    (statement,) = translation.translate_cell(typed)
+    assert statement.problem.startswith(typed.partition("\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "is_doubtful"),
+    [
+        ("words = list(set(text))", True),
+        ("words = sorted(list(set(text)))", False),
+        ("n = len({*text})", False),
+        ("names = {'a', 'b'}", True),
+        ("import albumentations as A", True),
+        ("r = random.Random()", True),
+        ("r = random.Random(3)", False),
+        ("def f():\n    return np.random.default_rng()", True),
+        ("torch.seed()", True),
+        ("torch.manual_seed(int(time.time()))", True),
+        ("torch.manual_seed(3)", False),
+        ("exec('x = 1')", True),
+        ("n = len(globals())", True),
+    ],
+)
+def test_values_that_differ_between_processes_are_doubted(code: str, is_doubtful: bool) -> None:
+    (statement,) = translation.translate_cell(code)
+    assert bool(statement.doubt) == is_doubtful
+
+
+def test_the_body_of_a_timed_cell_stays() -> None:
+    assert [one.text for one in translation.translate_cell("%%time\nx = 1\ny = 2")] == ["x = 1", "y = 2"]
+
+
+def test_statements_keep_their_comments_and_strings() -> None:
+    code = '# above\nx = """a\n  b"""  # beside\n\n@wrap\ndef f():\n    return 1'
+    assert [one.text for one in translation.translate_cell(code)] == [
+        '# above\nx = """a\n  b"""  # beside',
+        "\n@wrap\ndef f():\n    return 1",
+    ]
+
+
+# -- which cells run
+
+
+def test_a_training_cell_that_ran_twice_appears_twice() -> None:
+    assert main_of(script_of("x = [1]", "x.append(2)", "x.append(2)")).count("x.append(2)") == 2
+
+
+def test_a_definition_that_ran_again_appears_once() -> None:
+    text = script_of("def f(x):\n    return x", "print(f(1))", "def f(x):\n    return x", "print(f(2))")
+    assert text.count("def f(x)") == 1
+    assert text.index("def f(x)") < text.index("def main()")
+
+
+def test_a_function_with_two_versions_stays_in_order() -> None:
+    body = main_of(script_of("def f():\n    return 1", "print(f())", "def f():\n    return 2", "print(f())"))
+    assert body.startswith("global f\n")
+    assert body.count("def f()") == 2
+
+
+def test_a_version_that_nothing_used_is_a_comment() -> None:
+    plan = plan_of("def f():\n    return 1", "def f():\n    return 2", "print(f())")
+    assert left_out(plan) == {1: "nothing later reads this f"}
+
+
+def test_a_cell_that_only_shows_a_value_is_a_comment() -> None:
+    plan = plan_of("x = [1]", "x", "print(x)")
+    assert left_out(plan) == {2: "it only shows values"}
+
+
+def test_an_unread_assignment_is_a_comment_unless_it_is_a_result() -> None:
+    assert left_out(plan_of("x = 1", "y = 2", "print(x)")) == {2: "nothing later reads this y"}
+    assert left_out(plan_of("x = 1", "y = 2", "print(x)", results=frozenset({"y"}))) == {}
+
+
+@pytest.mark.parametrize(
+    "code", ["x = f()", "x[0] = 1", "x += y", "import thing", "del y", "x = [i for i in loader]", "x = y[0]", "x = y.z"]
+)
+def test_a_cell_stays_if_it_may_have_an_effect(code: str) -> None:
+    assert left_out(plan_of("x = y = f = loader = print", code, results=frozenset({"f"}))) == {}
+
+
+def test_a_variable_that_only_a_function_reads_stays() -> None:
+    assert left_out(plan_of("rate = 0.1", "def f():\n    return rate", "print(f())")) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("modle", "NameError: name 'modle' is not defined"),
+        ("x = = 2", "SyntaxError: invalid syntax"),
+        ("1 / (rank - 2)", "ZeroDivisionError: division by zero"),
+        ("import sys\nimport missing", "ModuleNotFoundError: No module named 'missing'"),
+    ],
+)
+def test_a_failed_cell_without_an_effect_is_a_comment(code: str, failure: str) -> None:
+    plan = plan_of("import sys\nx = 1", Execution(2, code, EVERYONE, failure), "print(x)")
+    assert (left_out(plan), plan.refusals) == ({2: f"it failed: {failure}"}, [])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 2\nmodle",
+        "f(1 / 0)",
+        "import missing_too\nimport missing",
+        "import json\nmodle",
+        "def f():\n    pass\nmodle",
+    ],
+)
+def test_a_failed_cell_with_an_effect_is_refused(code: str) -> None:
+    failed = Execution(2, code, EVERYONE, "ModuleNotFoundError: No module named 'missing'")
+    (refusal,) = plan_of("x = 1\ndef f():\n    return x", failed, "print(x, f())").refusals
+    assert refusal.text.startswith("cell 2: it failed (ModuleNotFoundError: No module named 'missing') and may have")
+    assert refusal.is_doubt
+
+
+def test_a_cell_that_never_began_is_a_comment() -> None:
+    failed = Execution(2, "x.append(2)", EVERYONE, "it did not run", never_began=True)
+    assert refusals_of("x = [1]", failed, "print(x)") == []
+
+
+def test_cells_at_the_same_time_are_refused() -> None:
+    cell = Execution(2, "x.append(2)", (0,), overlaps=3)
+    assert refusals_of("x = [1]", cell, "print(x)") == ["cell 2: it ran at the same time as cell 3"]
+
+
+def test_reasons_of_the_session_are_refused() -> None:
+    session = Session((5,), app="fastai", problems=("a",), doubts=("b",))
+    refusals = selection.plan_script(session, Choice()).refusals
+    assert [(one.text, one.is_doubt) for one in refusals] == [
+        ("a", False),
+        ("b", True),
+        ("-a fastai changes its framework on ranks, which a script does not", True),
+    ]
+
+
+def test_chosen_cells_only() -> None:
+    plan = plan_of("x = 1", "print(x)", "print(x, x)", numbers=frozenset({1, 3}))
+    assert {step.number for step in plan.steps} == {1, 3}
+
+
+def test_last_takes_a_cell_once() -> None:
+    plan = plan_of("x = [1]", "x.append(1)", "x.append(1)", "print(x)", last=True)
+    assert [step.number for step in plan.steps] == [1, 3, 4]
+
+
+# -- imports, definitions, main
+
+
+def test_imports_and_definitions_precede_main() -> None:
+    text = script_of(
+        "import math\ny = math.pi", "from json import dumps\n\ndef f():\n    return dumps(y)", "print(f())"
+    )
+    assert (
+        text.index("import math") < text.index("from json import dumps") < text.index("def f") < text.index("def main")
+    )
+
+
+def test_an_import_after_a_change_of_the_environment_stays() -> None:
+    body = main_of(script_of("import os\nos.environ['A'] = 'b'\nimport json\nprint(json)"))
+    assert "import json" in body
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "def f(x=y):\n    return x",
+        "class f(y.__class__):\n    pass",
+        "@y\ndef f():\n    pass",
+        "class f:\n    made = print(1)",
+        "@register\ndef f():\n    pass",
+    ],
+)
+def test_a_definition_that_reads_a_variable_stays_in_place(definition: str) -> None:
+    body = main_of(script_of("y = register = print", definition, "print(f)"))
+    assert definition in body
+    assert body.startswith("global f")
+
+
+def test_a_name_of_python_keeps_its_meaning_before() -> None:
+    body = main_of(script_of("print(sum([1]))", "def sum(x):\n    return 0", "print(sum([1]))"))
+    assert "def sum" in body
+    assert body.startswith("global sum\n")
+
+
+def test_a_definition_of_some_ranks_stays_there() -> None:
+    assert "if rank == 0:\n    def f():" in main_of(script_of(("def f():\n    return 1\nf()", (0,))))
+
+
+def test_an_import_that_may_have_an_effect_stays_in_order() -> None:
+    body = main_of(script_of("import torch\ntorch.rand(1)", "import helpers\nhelpers"))
+    assert body.index("torch.rand(1)") < body.index("import helpers")
+
+
+def test_a_cell_on_some_ranks_is_guarded() -> None:
+    assert "if rank == 1:\n    x = 1\n    print(x)" in main_of(script_of(("x = 1\nprint(x)", (1,))))
+
+
+def test_strings_keep_their_lines() -> None:
+    assert 'print("""a\n  b""")' in script_of('print("""a\n  b""")')
+
+
+def test_a_user_function_named_main_keeps_its_name() -> None:
+    text = script_of("def main():\n    return 1", "print(main())")
+    assert "def run_cells() -> None:" in text
+    assert "    run_cells()\n" in text
+
+
+def test_parameters_become_options() -> None:
+    cell = Execution(1, "lr: float = 0.1\nname = 'a'\nfast = True\nsizes = [1]", EVERYONE, is_param=True)
+    text = script_of(cell, "print(lr, name, fast, sizes)")
+    assert "parser.add_argument('--lr', dest='lr', type=float, default=0.1)" in text
+    assert "parser.add_argument('--fast', dest='fast', action=argparse.BooleanOptionalAction, default=True)" in text
+    chosen = [f"{name} = session_options.{name}" for name in ("lr", "name", "fast")]
+    assert "\n".join([*chosen, "sizes = [1]"]) in main_of(text)
+
+
+# -- pushes and pulls
+
+
+def test_a_small_pushed_value_becomes_a_literal() -> None:
+    text = script_of(push_of(1, x=[1.0, "a"], n=3), "print(x, n)", push_of(3, (1,), n=4), "print(n)")
+    assert "# cell 1\nx = [1.0, 'a']\nn = 3" in main_of(text)
+    assert "# cell 3 on rank 1\nif rank == 1:\n    n = 4" in main_of(text)
+
+
+SHARED: list[int] = [1]
+
+
+def _double(x: int) -> int:
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (torch.ones(2), "its value cannot be written as Python code; --data stores it in a file beside the script"),
+        ([0] * 100, "its value cannot be written as Python code; --data stores it in a file beside the script"),
+        ([SHARED, SHARED], "its value cannot be written as Python code; --data stores it in a file beside the script"),
+        (torch.nn.Linear(1, 1), "it contains a module or optimizer; create it in a %%dip cell"),
+        (lambda x: x, "it contains code of the notebook; create it in a %%dip cell"),
+    ],
+)
+def test_another_pushed_value_is_refused(value: object, why: str) -> None:
+    assert refusals_of(push_of(1, x=value), "print(x)") == [f"cell 1: %dipush x: {why}"]
+
+
+def test_a_push_that_was_too_large_is_refused() -> None:
+    why = "it is too large, or cannot be pickled; create it in a %%dip cell"
+    assert refusals_of(Push(1, ("x",), EVERYONE), "print(x)", stores_data=True) == [f"cell 1: %dipush x: {why}"]
+
+
+def test_a_push_may_come_from_a_file() -> None:
+    plan = plan_of(push_of(1, x=torch.ones(2), y=1), "print(x)", stores_data=True)
+    assert (plan.refusals, len(plan.data)) == ([], 1)
+    assert plan.steps[0].statement.text == "x, y = pushed_values(0)"
+
+
+def test_code_for_pulled_values_runs_on_rank_0_at_the_end() -> None:
+    text = script_of(
+        "x = [1]",
+        ("import math\n%dipull x\n%dipull -r all x as all_x", IN_NOTEBOOK),
+        ("print(math.pi, x, all_x)", IN_NOTEBOOK),
+        "x.append(2)",
+    )
+    assert "if rank == 0:\n    pulled.append((copied(x),))\n\npulled.append((from_ranks(x),))" in main_of(text)
+    shown = text.partition("def show_results")[2].partition("def main")[0]
+    assert "(x,) = pulled[0]\n    (all_x,) = pulled[1]" in shown
+    assert "print(math.pi, x, all_x)" in shown
+
+
+@pytest.mark.parametrize(
+    "code", ["%dipull --now x\nprint(x)", "%dipull x\nprint(x, mine)", "%dipull -r 1 x", "y = %dipull x"]
+)
+def test_other_code_for_pulled_values_is_a_comment(code: str) -> None:
+    plan = plan_of("x = [1]", (code, IN_NOTEBOOK), "print(x)")
+    assert (plan.refusals, plan.shown) == ([], [])
+
+
+# -- what was typed
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os = 1\nprint(os)", "the script uses the module os itself; give your variable another name"),
+        ("import json as torch", "the script uses the module torch itself; give your variable another name"),
+        ("import numpy as np\ng = np.random.default_rng(None)", "default_rng() draws from the system's entropy"),
+        ("from numpy.random import default_rng as new", "new is default_rng, which may draw from the system's entropy"),
+        ("import torch\ntorch.manual_seed(hash('a'))", "hash() of text differs in each process"),
+        ("d = {'a': 1}\nx = list(d.keys() & d.keys())", "the order of a set of keys may differ between processes"),
+        ("here = %pwd", "%pwd"),
+        ("%time a = 1; print(a)", "%time a = 1; print(a)"),
+    ],
+)
+def test_code_that_may_differ_is_refused(code: str, reason: str) -> None:
+    assert any(reason in refusal for refusal in refusals_of(code))
+
+
+def test_a_pulled_value_that_is_pushed_in_the_same_cell_is_a_comment() -> None:
+    plan = plan_of("x = 1", ("%dipull x\nprint(x)\nx = 2\n%dipush x", IN_NOTEBOOK), push_of(2, x=2), "print(x)")
+    assert (plan.refusals, plan.shown) == ([], [])
+
+
+def test_a_pull_before_the_start_is_no_part_of_the_session() -> None:
+    former = Execution(1, "%dipull w\nprint(w)", is_former=True)
+    plan = plan_of(former, "x = 1", "print(x)")
+    assert (plan.refusals, plan.shown) == ([], [])
+
+
+def test_pushed_tensors_keep_their_shared_memory() -> None:
+    base = torch.zeros(3)
+    text = script_of(push_of(1, base=base, view=base[1:]), "base += 1", "a = view.sum().item()", stores_data=True)
+    assert "pushed_values(0)" in text
+    loaded, refused = selection._load_push(push_of(1, base=base, view=base[1:]).data or b"")
+    loaded["base"] += 1
+    assert (loaded["view"].tolist(), refused) == ([1.0, 1.0], "")
+
+
+def test_a_problem_is_written_with_partial() -> None:
+    text = script_of("x = 1", "%run other.py", partial=True)
+    assert "raise NotImplementedError('cell 2: %run other.py')" in text
+
+
+@pytest.mark.parametrize(("typed", "numbers"), [("3", {3}), ("3-5,12", {3, 4, 5, 12}), ("18-", {18, 19})])
+def test_numbers_of_cells(typed: str, numbers: set[int]) -> None:
+    assert executions.parse_numbers(typed, 19) == numbers
+
+
+# -- equal values
+
+EQUAL = {
+    "a function that reads a variable": ["a = 1\ndef f():\n    return a", "b = f()", "a = 2", "c = f() + b"],
+    "definitions in another order": ["def f():\n    return g()", "def g():\n    return 1", "a = f()"],
+    "a function with two versions": ["def f():\n    return 1", "a = f()", "def f():\n    return 2", "b = f()"],
+    "a function that ran again after an attribute": [
+        "def f():\n    return f.n\nf.n = 1",
+        "a = f()",
+        "def f():\n    return f.n",
+        "try:\n    b = f()\nexcept AttributeError:\n    b = 0",
+    ],
+    "a class defined again": ["class A:\n    n = []", "A.n.append(1)", "class A:\n    n = []", "a = len(A.n)"],
+    "a patched class": ["import torch", "torch.nn.Base = dict", "class A(torch.nn.Base):\n    pass", "a = len(A(b=1))"],
+    "a deleted variable": ["a = 1", "del a", "try:\n    a\nexcept NameError:\n    b = 2"],
+    "a builtin replaced": ["a = sum([1, 2])", "def sum(x):\n    return 0", "b = sum([1, 2])"],
+    "a generator": ["g = iter(range(9))\nnext(g)", "a = next(g)", "a += next(g)"],
+    "global in a function": ["def f():\n    global n\n    n = 5", "f()", "a = n"],
+    "a lambda in a loop": [
+        "fs = [lambda: i for i in range(3)]",
+        "a = [f() for f in fs]",
+        "for i in range(2):\n    h = lambda: i",
+        "i = 9\nb = h()",
+    ],
+    "a seed in a function": [
+        "import torch",
+        "def make():\n    torch.manual_seed(3)\n    return torch.rand(1).item()",
+        "a = torch.rand(1).item()",
+        "b = make() + torch.rand(1).item()",
+    ],
+    "random numbers without a seed": [
+        "import random, torch\nimport numpy as np",
+        "a = random.random() + np.random.rand()",
+        "b = torch.rand(1).item()",
+    ],
+    "an item that draws": [
+        "import torch\nclass Data:\n    def __getitem__(self, i):\n        return torch.rand(1).item()",
+        "d = Data()",
+        "d[0]",
+        "a = torch.rand(1).item()",
+    ],
+    "a property that draws": [
+        "import torch\nclass Data:\n    @property\n    def x(self):\n        return torch.rand(1).item()",
+        "d = Data()",
+        "e = d.x",
+        "a = torch.rand(1).item()",
+    ],
+    "a default that is read once": ["n = 1", "def f(x=n):\n    return x", "n = 2", "a = f()"],
+    "an import by another name": ["import json as sys", "a = sys.dumps([1])"],
+    "a module replaced": ["import math", "a = math.pi", "class math:\n    pi = 3", "b = math.pi"],
+    "registration of subclasses": [
+        "seen = []\nclass Base:\n    def __init_subclass__(cls):\n        seen.append(cls.__name__)",
+        "seen.clear()\nclass A(Base):\n    pass",
+        "a = len(seen)",
+    ],
+    "names of the script": ["contextlib = 2\nrandom = 3", "a = contextlib + random"],
+    "a generator that reads late": ["k = 1", "g = (x * k for x in range(3))", "k = 10", "a = list(g)"],
+    "a walrus in a comprehension": ["[y := i for i in range(3)]", "def f():\n    return y", "a = f()"],
+    "a sum within a function": ["def f():\n    total = 0\n    total += 2\n    return total", "a = f()"],
+    "rank assigned": ["rank = 0", "a = rank"],
+    "a form feed in a string": ['s = """1 2\f3\u2028 4"""', "a = len(s)"],
+    "an annotated variable": ["a: int = 1\na += 1"],
+    "an annotation that names a class": [
+        "class A:\n    n = 2",
+        "def f(x: 'A'):\n    import typing\n    return typing.get_type_hints(f)['x'].n",
+        "a = f(1)",
+    ],
+    "a comprehension in a class": ["n = 2", "class A:\n    m = [n for _ in range(2)]", "a = A.m"],
+    "a function that changes another's variable": ["n = [1]", "def f():\n    n.append(len(n))", "f()\nf()", "a = n"],
+    "a cell that ran twice": ["a = [1]", "a.append(len(a))", "a.append(len(a))"],
+    "a name in a string": ["import sys\nvalue = 4", "a = getattr(sys.modules['__main__'], 'value', 4)"],
+    "an exception variable": ["try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    a = str(e)"],
+    "nested functions": [
+        "n = 1",
+        "def f():\n    def g():\n        return n\n    return g",
+        "g = f()",
+        "n = 7",
+        "a = g()",
+    ],
+    "a recursive function": [
+        "def f(n):\n    return 1 if n < 2 else n * f(n - 1)",
+        "a = f(5)",
+        "def f(n):\n    return 0",
+        "b = f(5)",
+    ],
+    "a guard": ["if __name__ == '__main__':\n    a = 3"],
+    "a set of numbers": ["a = [x for x in {3, 1, 2}]"],
+}
+"""Sessions of one rank, whose scripts give the same values."""
+
+
+def values_of(code: list[str]) -> dict[str, object]:
+    """Run code in a namespace as IPython does; return its plain values."""
+    module = types.ModuleType("__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", module)
+        for one in code:
+            exec(compile(one, "<cell>", "exec", dont_inherit=True), vars(module))
+    return {name: value for name, value in vars(module).items() if len(name) == 1 and isinstance(value, PLAIN)}
+
+
+PLAIN = (int, float, str, list)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_the_script_gives_equal_values(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *arguments, **options: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(torch.nn, "Base", object, raising=False)
+    seeding = """import random, torch, numpy
+rank = 0
+for m in (random.seed, torch.manual_seed, numpy.random.seed):
+    m(5)
+del random, torch, numpy, m"""
+    expected = values_of([seeding, *EQUAL[case]])
+    cells = [Execution(number, code, (0,)) for number, code in enumerate(EQUAL[case], 1)]
+    session = Session(seeds=(5,), events=tuple(cells))
+    monkeypatch.setattr(torch.nn, "Base", object, raising=False)
+    plan = selection.plan_script(session, Choice(results=frozenset(expected)))
+    if not plan.refusals:
+        found = values_of([script.write_script(plan, session, Choice(), "train.py")])
+        assert {name: found.get(name) for name in expected} == expected
+    assert bool(plan.refusals) == (case in REFUSED)
+
+
+REFUSED: set[str] = set()
+"""Cases that ddip refuses, although a script could give the same values."""
+
+
+# -- the record of the session
+
+
+def test_a_history_that_has_dropped_cells_is_cut() -> None:
+    history = History()
+    done: Future[None] = Future()
+    done.set_result(None)
+    history.begin_session()
+    for _ in range(KEPT):
+        history.add(SimpleNamespace(submitted=time.time(), done=done))  # type: ignore[arg-type]
+    assert not history.is_cut
+    history.add(SimpleNamespace(submitted=time.time(), done=done))  # type: ignore[arg-type]
+    assert history.is_cut
+    history.begin_session()
+    assert not history.is_cut
+
+
+def test_a_push_is_kept_as_it_was_up_to_a_limit() -> None:
+    history, value = History(), torch.ones(2)
+    history.note_push(3, pickling.dump_all({"x": value}).pickled, range(2))
+    value += 1
+    history.note_push(4, pickling.dump_all({"x": bytearray(SENT_BYTES)}).pickled, [1])
+    first, second = history.sent
+    assert (first.number, first.names, first.ranks, second.ranks, second.pickled) == (3, ("x",), (0, 1), (1,), None)
+    assert first.pickled is not None
+    assert first.pickled["x"].load().tolist() == [1, 1]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differs"),
+    [
+        (1.0, NAN, True),
+        (NAN, NAN, False),
+        (1, 1.0, True),
+        (float("inf"), float("inf"), False),
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1]), True),
+        (torch.tensor([1j]), torch.tensor([2j]), True),
+        (torch.ones(2), torch.ones(1), True),
+        (torch.ones(1), torch.ones(1, dtype=torch.float64), True),
+        ([1, 2], [1], True),
+        ("a", "b", True),
+        (numpy.float64(1), numpy.float64(2), True),
+    ],
+)
+def test_values_are_compared_strictly(ours: object, theirs: object, differs: bool) -> None:
+    packed = [values.pack_values({"x": value}, ["x"]) for value in (ours, theirs)]
+    assert [refused for _, refused in packed] == [{}, {}]
+    found = values.compare_values(packed[0][0], packed[1][0]).values()
+    assert any(isinstance(one, str) or not one <= check.TOLERANCE for one in found) == differs
+
+
+def test_a_batch_script_has_the_shape_of_the_group_and_its_options() -> None:
+    shape = JobShape((4, 4), True, 2, {"nodes": "2-4", "time": "2:00:00", "exclusive": ""}, "module load cuda")
+    lines = job_files.write_slurm_file(shape, Path("train.py")).splitlines()
+    assert {line for line in lines if line.startswith("#SBATCH")} == {
+        "#SBATCH --job-name=train",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --time=2:00:00",
+        "#SBATCH --exclusive",
+    }
+    assert "module load cuda" in lines
+
+
+def test_a_manifest_starts_one_torchrun_on_each_host() -> None:
+    yaml = pytest.importorskip("yaml", reason="the manifest is read with PyYAML")
+    text = job_files.write_kubernetes_file(JobShape((4, 4), True, 2, {}), Path("my_train.py"), "my_train.data.pickle")
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
+    assert pod["subdomain"] == service["metadata"]["name"] == "run-my-train"
+    assert container["command"][1:7] == [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "$(JOB_COMPLETION_INDEX)",
+        "--nproc-per-node",
+        "4",
+    ]
+    assert container["command"][-1] == "/scripts/my_train.py"
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert "--from-file=my_train.py --from-file=my_train.data.pickle" in text
+
+
+@pytest.mark.parametrize(("ranks", "name"), [((4, 3), "train.py"), ((4, 4), "my train.py"), ((4, 4), "$x.py")])
+def test_a_job_file_that_could_not_run_is_refused(ranks: tuple[int, ...], name: str) -> None:
+    for write in (job_files.write_slurm_file, lambda shape, script: job_files.write_kubernetes_file(shape, script, "")):
+        with pytest.raises(BadInput):
+            write(JobShape(ranks, False, 1, {}), Path(name))
