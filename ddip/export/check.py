@@ -47,9 +47,8 @@ def compare_script(
 ) -> str:
     """Run the script beside `path`, and compare its values; return a line about them.
 
-    Raises BadInput if they differ, or if the script fails. `write`: returns the script with values stored in a folder;
-    `expected`: the packed values of each rank; `pushed`: the
-    values that the script reads from a file.
+    `write`: returns the script that stores its values in a folder; `expected`: the packed values of each rank;
+    `pushed`: the values that the script reads from a file. Raises BadInput if values differ, or the script fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy, data = path.with_name(f".{path.stem}.check.py"), path.with_name(f".{path.stem}.data.pickle")
@@ -58,8 +57,8 @@ def compare_script(
             data.write_bytes(pickle.dumps([*pushed]))
             _run_script(copy, session, path)
         finally:
-            copy.unlink()
-            data.unlink()
+            copy.unlink(missing_ok=True)
+            data.unlink(missing_ok=True)
         largest, compared = 0.0, set[str]()
         for rank, ours in enumerate(expected):
             stored = Path(folder, str(rank))

@@ -81,7 +81,7 @@ def names_of(text: str) -> Names:
 
 
 def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below `node` whose assignments bind global names: all but those of functions and classes."""
+    """Yield the nodes below `node` that are not in functions and classes: those that bind global names."""
     for inner in ast.iter_child_nodes(node):
         if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             yield inner

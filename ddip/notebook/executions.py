@@ -117,7 +117,7 @@ class Executions:
 
 
 def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
-    """Return a dict of pushed values as ``torch.save`` writes it, for a script without ddip; None if that fails."""
+    """Return pushed values as a dict that ``torch.load`` reads without ddip; None if that fails."""
     if pickled is None:
         return None
     import torch  # takes a second, so only an export imports it here

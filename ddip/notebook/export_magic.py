@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
     from ddip.export.job_files import JobShape
     from ddip.export.record import Session
-    from ddip.export.selection import Refusal
+    from ddip.export.selection import Plan, Refusal
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
+
+
+DATA_SUFFIX = ".data.pickle"
+"""End of the name of the file with pushed values."""
 
 
 @magics_class
@@ -74,44 +78,40 @@ class ExportMagics(Magics):
     def dipexport(self, line: str = "") -> None:
         """Write the cells that ran on the ranks since the group started as a script for torchrun.
 
-        The script repeats the executions in their order, from the random states of the ranks' start. If ddip cannot
-        show that a part would be repeated equally, it names the part with its cell and writes nothing.
+        The script repeats the executions in their order, from the random states of the ranks' start. If ddip knows a
+        reason why a part may not be repeated equally, it names the part with its cell and writes nothing.
         """
         with folder.left_out():
-            from ddip.export import check, job_files, script, selection
+            from ddip.export import check, script, selection
             from ddip.export.record import Choice
             from ddip.sharded import values
 
         args = arguments.parse_line(self.dipexport, "%dipexport", line)
-        path = _checked_path(args.path, args.force)
-        for suffix in [".sbatch"] * args.slurm + [".yaml"] * args.k8s:
+        path, is_checked = _checked_path(args.path, args.force), args.check is not None
+        for suffix in [".sbatch"] * args.slurm + [".yaml"] * args.k8s + [DATA_SUFFIX] * args.data:
             _check_free(str(path.with_suffix(suffix)), args.force)
-        if args.check is not None and args.partial:
+        if is_checked and args.partial:
             raise BadInput("--check --partial: a partial script fails where a part is refused; leave one of them out")
         group = self._main.require_group("%dipexport")
-        if args.check is not None and group.request.hosts:
+        if is_checked and group.request.hosts:
             raise BadInput("--check: torchrun would start all ranks on this machine, and the group is on other hosts")
         session = self._read_session(group)
         numbers = None if args.cells is None else _checked_numbers(args.cells, session)
         names = _checked_names(args.check or [], group)
-        expected = [] if args.check is None else self._fetch_results(group, names)
+        expected = self._fetch_results(group, names) if is_checked else []
         results = sorted({name for packed in expected for name in values.packed_names(packed)})
-        choice = Choice(numbers, args.last, args.partial, args.check is not None, frozenset(results), args.data)
+        choice = Choice(numbers, args.last, args.partial, is_checked, frozenset(results), args.data)
         plan = selection.plan_script(session, choice)
-        refusals = [refusal for refusal in plan.refusals if not (refusal.is_doubt and choice.checked)]
+        refusals = [refusal for refusal in plan.refusals if not (refusal.is_doubt and is_checked)]
         if refusals and not args.partial:
             raise BadInput(_refusal_text(path, refusals))
         if not plan.steps:
             raise BadInput(f"%dipexport {path}: no cell that ran on the ranks has a result; {path} was not written")
-        data = f"{path.stem}.data.pickle" if plan.data else ""
+        data = path.with_suffix(DATA_SUFFIX).name if plan.data else ""
         text = check.accept_style(script.write_script(plan, session, choice, str(path), data))
         _ensure_valid(text, path)
-        shape, jobs = _job_shape(group, session.threads), dict[Path, str]()
-        if args.slurm:
-            jobs[path.with_suffix(".sbatch")] = job_files.write_slurm_file(shape, path)
-        if args.k8s:
-            jobs[path.with_suffix(".yaml")] = job_files.write_kubernetes_file(shape, path, data)
-        if args.check is not None:
+        jobs = _job_files(_job_shape(group, session.threads), path, data, slurm=args.slurm, k8s=args.k8s)
+        if is_checked:
 
             def script_storing(to: str) -> str:
                 return script.write_script(plan, session, choice, str(path), f".{data}", check.last_line(results, to))
@@ -122,18 +122,13 @@ class ExportMagics(Magics):
         path.write_text(text, encoding="utf-8")
         if data:
             path.with_name(data).write_bytes(pickle.dumps(plan.data))
-        for job, manifest in jobs.items():
-            job.write_text(manifest, encoding="utf-8")
-        if args.check is None:
-            why = (
-                "may differ, since it lacks executions" if args.last or numbers is not None else "are not compared yet"
-            )
+        for job, job_text in jobs.items():
+            job.write_text(job_text, encoding="utf-8")
+        if not is_checked:
+            lacks = args.last or numbers is not None
+            why = "may differ, since it lacks executions" if lacks else "are not compared yet"
             print(f"ddip: the script's numbers {why}; --check NAMES compares these variables")
-        count = len({step.number for step in plan.steps})
-        left = sum(isinstance(part, selection.LeftOut) for part in plan.parts)
-        more = f", {left} left out as comments" if left else ""
-        cells = "1 cell" if count == 1 else f"{count} cells"
-        self._main.confirm_done(f"wrote {path}: {cells}{more}; torchrun --nproc-per-node {session.size} {path}")
+        self._main.confirm_done(f"wrote {path}: {_count_text(plan)}; torchrun --nproc-per-node {session.size} {path}")
         for job in jobs:
             self._main.confirm_done(f"wrote {job}; its first lines say what to set, and how to start it")
 
@@ -212,6 +207,25 @@ def _job_shape(group: Group, threads: int) -> JobShape:
     ranks = tuple(len(spec.ranks_on(host)) for host in spec.hosts)
     options = slurm.parse_options(reach.slurm) if reach.slurm else {}
     return JobShape(ranks, spec.on_gpus, threads, options, reach.setup, reach.python)
+
+
+def _job_files(shape: JobShape, path: Path, data: str, *, slurm: bool, k8s: bool) -> dict[Path, str]:
+    """Return the text of each requested job file."""
+    from ddip.export import job_files
+
+    files = {}
+    if slurm:
+        files[path.with_suffix(".sbatch")] = job_files.write_slurm_file(shape, path)
+    if k8s:
+        files[path.with_suffix(".yaml")] = job_files.write_kubernetes_file(shape, path, data)
+    return files
+
+
+def _count_text(plan: Plan) -> str:
+    from ddip.export.selection import LeftOut
+
+    count, left = len({step.number for step in plan.steps}), sum(isinstance(part, LeftOut) for part in plan.parts)
+    return f"{count} cell{'s' * (count != 1)}" + (f", {left} as a comment" if left else "")
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:

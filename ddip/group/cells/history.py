@@ -87,7 +87,10 @@ class History:
         self.changes, self.sent, self._sent_bytes = [], [], 0
 
     def note_push(self, number: int, pickled: Mapping[str, Pickled], ranks: Sequence[int]) -> None:
-        """Note that the notebook's cell `number` has pushed variables to `ranks`; copy them unless they are large."""
+        """Note which variables the notebook's cell `number` has pushed to `ranks`.
+
+        Copies them while all pushes together have at most `SENT_BYTES`.
+        """
         kept, size = None, sum(value.size for value in pickled.values())
         if self._sent_bytes + size <= SENT_BYTES:
             self._sent_bytes += size

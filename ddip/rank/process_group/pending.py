@@ -25,7 +25,7 @@ def whole_stack() -> dict[str, Any]:
 
 
 def waiting_location() -> dict[str, Any]:
-    """Return the `StackLocation` of the main thread as a dict, with a description of its cell's current collective."""
+    """Return the `StackLocation` of the main thread as a dict, with the current collective of its cell."""
     return {**stacks.main_thread_location(), "collective": _collective_of_cell()}
 
 
