@@ -225,7 +225,7 @@ def _count_text(plan: Plan) -> str:
     from ddip.export.selection import LeftOut
 
     count, left = len({step.number for step in plan.steps}), sum(isinstance(part, LeftOut) for part in plan.parts)
-    return f"{count} cell{'s' * (count != 1)}" + (f", {left} as a comment" if left else "")
+    return f"{count} cell{'s' * (count != 1)}" + (f", {left} left as comment{'s' * (left != 1)}" if left else "")
 
 
 def _checked_numbers(typed: str, session: Session) -> frozenset[int]:
