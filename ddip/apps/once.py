@@ -106,7 +106,11 @@ def _pickle_error(error: BaseException) -> bytes:
 
 
 def _wait_for(key: str, turn: str, patience: float | None) -> bytes:
-    """Return the outcome of the first rank's work; OK if the first rank does not begin it."""
+    """Wait for the first rank, and return the outcome of its work, as it has stored it under `key`.
+
+    Returns OK if the first rank does not do this work: its call that stores `turn` was for other work, its cell has
+    ended, or it has not begun within `patience` seconds. With a `patience` of None, waits until it has done the work.
+    """
     began = time.monotonic()
     begun = patience is None
     while not default_store().check([key]):

@@ -23,7 +23,7 @@ class SavedState:
         self.opt = copy.deepcopy(learn.opt.state_dict())
 
     def restore(self, learn: Learner) -> None:
-        """Load the saved states into `learn`."""
+        """Load the saved parameters, buffers and optimizer state into `learn`, on this rank."""
         learn.model.load_state_dict(self.model)
         learn.opt.load_state_dict(self.opt)
 

@@ -230,7 +230,7 @@ class RemoteEngineLauncher(EngineLauncher):
         self._child.mark_log()
 
     def get_output(self, remove: bool = False) -> str:
-        """Return the log of the ended engine since the last mark."""
+        """Return what the engine has logged since the last cell was sent to it; empty until it has ended."""
         return self._child.log
 
 

@@ -99,9 +99,10 @@ class Below:
         self._rows[at:at] = new
 
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
-        """Return begin and end of the last block of rows of `rank`.
+        """Return the indices of the last block of rows of `rank`: its first row, and the row after its last.
 
-        If it has none, both are the index at which to insert it.
+        A row is one output below the page; a block begins with the row that names the rank. If the rank has no block,
+        both are the index at which to insert one.
         """
         begins = [at for at, row in enumerate(self._rows) if row.label is not None]
         ends = [*begins[1:], len(self._rows)]

@@ -622,9 +622,11 @@ def _add_all(
     values: Mapping[str, Any],
     lacking: Callable[[list[str]], Collection[str]],
 ) -> list[str]:
-    """Pickle `values` and the globals that their functions read; returns the names in loading order.
+    """Add `values`, and the globals that their functions read, to `graph`, and return the names in loading order.
 
-    Globals that functions read come first, since code of a class may run while the class or an instance is loaded.
+    `lacking`: returns those of the given names that the receiver lacks; other globals are not added. Errors and notes
+    are added to `packed`; after an error, each name is only tried. Globals that functions read come first, since code
+    of a class may run while the class or an instance is loaded.
     """
     pending, readers = dict(values), [*values]
     done, read = set(pending), graph.pickler.globals

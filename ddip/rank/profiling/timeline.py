@@ -113,10 +113,12 @@ def _sample_slots(layers: Layers) -> list[tuple[int, int, float | None]]:
 
 
 def _add_slot(divided: TimeBreakdown, stretches: Sequence[tuple[int, int, str]], blocked: float | None) -> None:
-    """Add a slot's stretches to `divided`; the main thread was `blocked` for that many nanoseconds of it.
+    """Add the stretches of one slot, a short part of the profile, to `divided`.
 
-    Blocked time is attributed to gloo transfers first, then to transfers beside operations, then to the loader and idle
-    time. If it is None, the thread counts as blocked whenever no operation runs.
+    `stretches`: begin and end in nanoseconds, and kind. `blocked`: nanoseconds of the slot for which the main thread
+    was blocked. They count as waits for gloo transfers first, then for transfers during which operations ran on other
+    threads; the rest is shared between the loader and idle time in proportion to their stretches. If it is None, the
+    thread counts as blocked whenever no operation runs.
     """
     spent = collections.Counter[str]()
     for a, b, kind in stretches:

@@ -34,7 +34,11 @@ def seed_process() -> None:
 
 
 def start_facts() -> tuple[int, int, str, list[str]]:
-    """Return seed, threads and folder of this rank's start, and the user's modules changed since."""
+    """Return facts of this rank's start that an exported script repeats.
+
+    These are its seed, the number of torch's threads, its working directory, and the names of files of the user's
+    imported modules that have changed since, by their modification times.
+    """
     changed: list[str] = []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

@@ -218,7 +218,10 @@ def _error_links(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shown_links(error: BaseException) -> tuple[list[BaseException], int]:
-    """Return the errors of the chain to show, `error` first, and how many are left out."""
+    """Return the errors of the chain of causes and contexts that are shown, and the number of others.
+
+    The list begins with `error`. Of a long chain it has the last `LAST_ERRORS` and the first `FIRST_ERRORS` raised.
+    """
     links = list(_error_links(error))
     left_out = len(links) - FIRST_ERRORS - LAST_ERRORS
     if left_out <= 0:
