@@ -48,7 +48,12 @@ def translate_cell(code: str, in_notebook: bool = False) -> list[Statement]:
     if timed := TIMED.match(code):
         return translate_cell(code[timed.end() :], in_notebook)
     if script := SCRIPT.fullmatch(code):
-        words = shlex.split(script[1])
+        try:
+            words = shlex.split(script[1])
+        except ValueError as error:  # such as a quote that is not closed
+            return [_refuse_code(code, f"{code.strip()}: {error}")]
+        if not words:
+            return [_refuse_code(code, code.strip())]
         if words[0] == "-m" or "/" in words[0]:
             return [_refuse_code(code, f"{code.strip()}: only a script in the notebook's folder can be exported")]
         return [Statement(f"run_script{tuple(words)!r}".replace(",)", ")"), ast.Pass(), script=tuple(words))]

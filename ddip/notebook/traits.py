@@ -109,7 +109,7 @@ class Traits(Magics):
         with folder.left_out():
             from ddip.group.cells.history import History
 
-        return History(self.keep_output_bytes)
+        return History(self.keep_output_bytes, keep_pushes=True)
 
     def _display_options(self) -> DisplayOptions:
         return DisplayOptions(self.style, self.max_output_chars, self.report_after, self.cell_json)

@@ -102,7 +102,8 @@ def new_notebook(tmp_path: Path) -> Iterator[Callable[[], Notebook]]:
 
 
 @contextlib.contextmanager
-def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
+def loaded_notebook(folder: Path) -> Iterator[Notebook]:
+    """Start a notebook with ddip loaded; it must leave nothing at its end."""
     notebook = Notebook(folder)
     notebook.ok("%load_ext ddip\n%config DipMagics.report_after = 10")  # most tests compare the whole output
     yield notebook
@@ -113,7 +114,7 @@ def _loaded_notebook(folder: Path) -> Iterator[Notebook]:
 @pytest.fixture(scope="session")
 def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Start a notebook with ddip loaded and a group of three ranks."""
-    with _loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
+    with loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.ok("%makedip -n 3")
         yield notebook
 
@@ -130,7 +131,7 @@ def notebook(shared_notebook: Notebook, pytestconfig: pytest.Config) -> Iterator
 @pytest.fixture(scope="session")
 def shared_bare_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Start a notebook with ddip loaded and no group."""
-    with _loaded_notebook(tmp_path_factory.mktemp("bare")) as notebook:
+    with loaded_notebook(tmp_path_factory.mktemp("bare")) as notebook:
         # while it imports torch, the preload process has children of its own for a moment
         notebook.ok("import ddip.cluster.processes.preload_client as _client\n_client.ensure_process().asleep.wait()")
         yield notebook

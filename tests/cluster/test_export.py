@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import loaded_notebook
 from .notebook import Notebook
 from .variants import few
 
@@ -60,16 +61,20 @@ def restart(notebook: Notebook) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(shared_notebook: Notebook) -> Iterator[Notebook]:
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """Start a notebook of these tests alone, since an export imports torch in it."""
+    with loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
+        yield notebook
+
+
+@pytest.fixture(scope="module")
+def trained(notebook: Notebook) -> Notebook:
     """Run the session on two new ranks."""
-    restart(shared_notebook)
+    restart(notebook)
     for cell in SESSION:
-        shared_notebook.ok(cell)
-    shared_notebook.fails("%%dip\nlosess")
-    yield shared_notebook
-    for path in shared_notebook.folder.glob("*.py"):
-        path.unlink()
-    shared_notebook.ok("%makedip -n 3\n%makedip -r")
+        notebook.ok(cell)
+    notebook.fails("%%dip\nlosess")
+    return notebook
 
 
 def script_in(notebook: Notebook, name: str = "train.py") -> str:

@@ -603,7 +603,7 @@ def test_a_history_that_has_dropped_cells_is_cut() -> None:
 
 
 def test_a_push_is_kept_as_it_was_up_to_a_limit() -> None:
-    history, value = History(), torch.ones(2)
+    history, value = History(keep_pushes=True), torch.ones(2)
     history.note_push(3, pickling.dump_all({"x": value}).pickled, range(2))
     value += 1
     history.note_push(4, pickling.dump_all({"x": bytearray(SENT_BYTES)}).pickled, [1])

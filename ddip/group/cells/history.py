@@ -53,9 +53,11 @@ class History:
     keep_output_bytes
         Limit on the recorded output of all cells together, in bytes. Beyond it, ddip drops the oldest output; the cells
         stay in the history.
+    keep_pushes
+        True to keep copies of pushed variables, up to `SENT_BYTES`, for ``%dipexport``.
     """
 
-    def __init__(self, keep_output_bytes: int = DEFAULTS.keep_output_bytes) -> None:
+    def __init__(self, keep_output_bytes: int = DEFAULTS.keep_output_bytes, keep_pushes: bool = False) -> None:
         self.keep_output_bytes = keep_output_bytes
         """Limit on the recorded output of all cells together, in bytes."""
         self._cells: collections.deque[Cell] = collections.deque()
@@ -67,6 +69,7 @@ class History:
         """Changes of the ranks' state since then that no cell has made, oldest first."""
         self.sent: list[Sent] = []
         """Pushes since then, oldest first."""
+        self._keep_pushes = keep_pushes
         self._sent_bytes = 0
 
     def __iter__(self) -> Iterator[Cell]:
@@ -87,10 +90,12 @@ class History:
         self.changes, self.sent, self._sent_bytes = [], [], 0
 
     def note_push(self, number: int, pickled: Mapping[str, Pickled], ranks: Sequence[int]) -> None:
-        """Note which variables the notebook's cell `number` has pushed to `ranks`.
+        """Note which variables the notebook's cell `number` has pushed to `ranks`, if they are kept at all.
 
         Copies them while all pushes together have at most `SENT_BYTES`.
         """
+        if not self._keep_pushes:
+            return
         kept, size = None, sum(value.size for value in pickled.values())
         if self._sent_bytes + size <= SENT_BYTES:
             self._sent_bytes += size
