@@ -88,6 +88,7 @@ def test_the_script_gives_the_numbers_of_the_session(trained: Notebook) -> None:
 
 
 def test_ruff_finds_nothing(trained: Notebook) -> None:
+    pytest.importorskip("ruff", reason="only the environments of make test and make check have ruff")
     trained.ok("%dipexport clean.py --force")
     command = [sys.executable, "-m", "ruff", "check", str(trained.folder / "clean.py")]
     found = subprocess.run(command, capture_output=True, text=True, cwd=trained.folder)
