@@ -76,6 +76,8 @@ def names_of(text: str) -> Names:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
             deferred.add(node.value)
+    internal = _comprehension_variables(tree) | {"__conditional_annotations__"}
+    binds, reads = binds - internal, reads - internal
     needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
     return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS)))
 
@@ -86,6 +88,26 @@ def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             yield inner
             yield from _walk_own_scope(inner)
+
+
+def _comprehension_variables(tree: ast.Module) -> set[str]:
+    """Return names that only comprehensions bind; Python 3.12 and later list them as names of the statement."""
+    variables: set[str] = set()
+
+    def visit_outside(node: ast.AST, inner: frozenset[str]) -> Iterator[str]:
+        if isinstance(node, ast.Name) and node.id not in inner:
+            yield node.id
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            first = node.generators[0].iter  # belongs to the scope around it
+            yield from visit_outside(first, inner)
+            targets = [name for loop in node.generators for name in ast.walk(loop.target) if isinstance(name, ast.Name)]
+            variables.update(name.id for name in targets)
+            inner |= {name.id for name in targets}
+        for child in ast.iter_child_nodes(node):
+            yield from visit_outside(child, inner)
+
+    outside = set(visit_outside(tree, frozenset()))
+    return variables - outside
 
 
 def certain_binds(node: ast.stmt | None) -> frozenset[str]:

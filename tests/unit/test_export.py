@@ -510,6 +510,13 @@ EQUAL = {
     ],
     "names of the script": ["contextlib = 2\nrandom = 3", "a = contextlib + random"],
     "a generator that reads late": ["k = 1", "g = (x * k for x in range(3))", "k = 10", "a = list(g)"],
+    "a variable beside a comprehension": [
+        "x = [1, 2]",
+        "a = [x for x in x]",
+        "b = len(x)",
+        "x = [3]",
+        "c = sum(x for x in x)",
+    ],
     "a walrus in a comprehension": ["[y := i for i in range(3)]", "def f():\n    return y", "a = f()"],
     "a sum within a function": ["def f():\n    total = 0\n    total += 2\n    return total", "a = f()"],
     "rank assigned": ["rank = 0", "a = rank"],
