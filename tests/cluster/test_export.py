@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 from .conftest import loaded_notebook
 from .notebook import Notebook
@@ -286,7 +287,7 @@ ODD = [
     "rate = 3",
     "d += f()",
     "%time e = [torch.rand(1).item() for _ in range(3)]",
-    "files = !ls\ncount = len(files)",
+    "files = !ls\ncount = len(files)" if "getoutput" in TransformerManager().transform_cell("a = !ls") else "count = 1",
     "stream = iter(torch.rand(6).tolist())\nnext(stream)",
     "g = next(stream)",
     "torch.Tensor.half_sum = lambda self: self.sum() / 2\nh = a.half_sum()",
@@ -309,7 +310,7 @@ ODD = [
     "loader = torch.utils.data.DataLoader(Data(), 2, shuffle=True, num_workers=1)\nn = torch.cat(list(loader))",
     "%autodip off",
 ]
-"""Code that is easy to export wrongly."""
+"""Code that is easy to export wrongly. IPython 7 cannot read ``a = !ls`` on Python 3.12 and later."""
 
 
 def test_an_odd_session_gives_equal_values(notebook: Notebook) -> None:
