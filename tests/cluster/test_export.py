@@ -307,7 +307,8 @@ ODD = [
     "%dipwait",
     "import sys\nclass Data(torch.utils.data.Dataset):\n    def __len__(self):\n        return 4\n\n"
     "    def __getitem__(self, index):\n        return torch.rand(1)\n",
-    "loader = torch.utils.data.DataLoader(Data(), 2, True, num_workers=1, multiprocessing_context='fork')\nn = torch.cat(list(loader))",
+    "loader = torch.utils.data.DataLoader(Data(), 2, True, num_workers=1, multiprocessing_context='fork')\n"
+    "n = torch.cat(list(loader))",
     "%autodip off",
 ]
 """Code that is easy to export wrongly. IPython 7 cannot read ``a = !ls`` on Python 3.12 and later."""
