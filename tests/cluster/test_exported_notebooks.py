@@ -63,9 +63,18 @@ def exports_of(name: str) -> list[tuple[str, str]]:
     return found + ([(END, "%dipexport refused.py")] if name in REFUSED else [])
 
 
-@pytest.mark.grid
+SLOW = {"course_exercises", "fsdp", "hf_finetune", "kaggle_colab", "lightning", "long_runs", "multi_process_tutorial"}
+"""Notebooks that train for half a minute or more; ``make test-long`` exports them."""
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", sorted(EQUAL.keys() | REFUSED.keys()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in SLOW else pytest.mark.grid)
+        for name in sorted(EQUAL.keys() | REFUSED.keys())
+    ],
+)
 def test_the_script_of_the_notebook_gives_its_values(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(NEEDS.get(name, "torch")) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
