@@ -570,6 +570,8 @@ PLAIN = (int, float, str, list)
 def test_the_script_gives_equal_values(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(torch.distributed, name, lambda *arguments, **options: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
