@@ -46,7 +46,7 @@ def ranks_of(owner: int) -> set[int]:
 def prove_consistent(group: ddip.Group, sizes: tuple[int, ...], other_ranks: set[int]) -> None:
     """Prove that the group has one of `sizes`, computes an all_reduce, and has left no other rank."""
     assert group.world_size in sizes and group.ranks.ended == []
-    wait_until(lambda: ranks_of(os.getpid()) - other_ranks == {member.pid for member in group.members}, 30)
+    wait_until(lambda: ranks_of(os.getpid()) - other_ranks == {member.pid for member in group.members}, 10)
     group.run(PROOF)
     expected_sum = sum(range(group.world_size + 1))
     assert [v["proof"] for v in group.pull_all(["proof"], range(group.world_size))[0]] == [

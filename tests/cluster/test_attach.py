@@ -56,7 +56,7 @@ def test_attached_ranks_leave_the_cluster_unchanged(cluster: ForeignCluster) -> 
         group.push({"big": bytes(8 << 20)})
         assert group.pull(["big"], 1) == {"big": bytes(8 << 20)}
         assert cluster.values("kept") == [5, 5]
-    wait_until(lambda: cluster.resources() == before, 30, "the end of what was in the engines")
+    wait_until(lambda: cluster.resources() == before, 10, "the end of what was in the engines")
     assert cluster.values("kept") == [5, 5]
     assert len(cluster.client.ids) == 2
 
@@ -100,7 +100,7 @@ def test_killing_the_notebook_ends_its_ranks_but_no_engine(cluster: ForeignClust
         ranks = list(map(int, script.stdout.readline().split()))
         assert len(ranks) == 2
         script.kill()
-    wait_until(lambda: not any(map(is_alive, ranks)), 30, "the end of the ranks")
+    wait_until(lambda: not any(map(is_alive, ranks)), 15, "the end of the ranks")
     assert cluster.values("kept") == [5, 5]
     assert_nothing_left(script.pid, 15)
 
@@ -145,14 +145,14 @@ def test_an_ipyparallel_launcher_starts_and_ends_with_the_group() -> None:
         group.restart()
         assert _ipyparallel_processes() == before
         group.run(SUM)
-    wait_until(lambda: not _ipyparallel_processes(), 30, "the end of the engines")
+    wait_until(lambda: not _ipyparallel_processes(), 10, "the end of the engines")
 
 
 @pytest.mark.skipif(multiprocessing.cpu_count() > 8, reason="it starts as many engines as there are cores")
 def test_a_launcher_says_how_many_engines_it_has() -> None:
     with ddip.Group(reach=Reach(engines="local")) as group:
         assert group.world_size == multiprocessing.cpu_count()
-    wait_until(lambda: not _ipyparallel_processes(), 30, "the end of the engines")
+    wait_until(lambda: not _ipyparallel_processes(), 10, "the end of the engines")
 
 
 @pytest.mark.parametrize("round_", range(3))

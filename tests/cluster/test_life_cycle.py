@@ -112,7 +112,7 @@ def end_and_start_again(notebook: Notebook, process: psutil.Process, running: st
     if code == IDLE:
         assert notebook.finish(running).status == "ok"
     process.kill()
-    wait_until(lambda: not any(is_alive(p.pid) for p in former), 30)
+    wait_until(lambda: not any(is_alive(p.pid) for p in former), 5)
     if code != IDLE:
         shown = notebook.finish(running)
         assert shown.status == "error" and "--repair" not in shown.message
@@ -164,7 +164,7 @@ def test_a_controller_killed_with_its_kernel_leaves_no_scheduler(new_notebook: N
     controller.suspend()  # so that it cannot clean up
     notebook.kill()
     controller.kill()
-    wait_until(lambda: not processes_of(notebook.pid), 30)
+    wait_until(lambda: not processes_of(notebook.pid), 10)
     assert files_of(notebook.pid) and is_alive(sleeper)
     heir = new_notebook()
     heir.ok("%load_ext ddip\n%makedip -k")

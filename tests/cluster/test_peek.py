@@ -406,7 +406,7 @@ def test_a_cell_can_be_stopped_while_something_large_is_pickled(cells: ddip.Grou
         thread.start()
         wait_until(lambda: THREAD in threads_of(cells))
         cells.interrupt()
-        wait_until(lambda: cells.info()[0].state == "idle", 30)
+        wait_until(lambda: cells.info()[0].state == "idle", 5)
         thread.join()
     assert pulled == [3_000_000] and cells.pull(["stopped"]) == {"stopped": True}
 

@@ -264,7 +264,7 @@ def test_the_preload_process_ends_with_its_script() -> None:
         done = subprocess.run([sys.executable, "-c", code + end], capture_output=True, text=True)
         assert done.stderr == ""
         owner, warm = map(int, done.stdout.split())
-        wait_until(lambda: not psutil.pid_exists(warm), 30)  # noqa: B023
+        wait_until(lambda: not psutil.pid_exists(warm), 5)  # noqa: B023
         assert_nothing_left(owner, 0)
 
 

@@ -72,7 +72,7 @@ class ForeignCluster:
                 process.wait(10)
             process.kill()
             process.wait()
-        wait_until(lambda: not any(helper.is_running() for helper in helpers), 30, "the end of the engines' nannies")
+        wait_until(lambda: not any(helper.is_running() for helper in helpers), 15, "the end of the engines' nannies")
         self.file.unlink(missing_ok=True)
 
 

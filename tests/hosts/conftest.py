@@ -81,7 +81,7 @@ def _nothing_left(network: Network) -> Iterator[None]:
 
     network.restore_hosts()
     try:
-        wait_until(is_clean, 30, "the end of all that was started on the hosts")
+        wait_until(is_clean, 15, "the end of all that was started on the hosts")
     except AssertionError:
         for name in network.keys() - {"nb"}:  # do not fail the next test as well
             network[name].boot()

@@ -47,7 +47,7 @@ def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: ForeignClus
             group.push({"big": bytes(4 << 20)})
             assert pull_from_all(group, "big") == [bytes(4 << 20)] * 3
     for name in ("h1", "h2"):
-        wait_until(lambda name=name: not ddip_processes_on(hosts[name]), what="the end of what was on the hosts")
+        wait_until(lambda name=name: not ddip_processes_on(hosts[name]), 15, "the end of what was on the hosts")
     assert theirs.values("kept") == [5] * 3
     with ddip.Group(2, reach=Reach(cluster="theirs")) as group:
         assert [info.host for info in group.info()] == ["h2", "h2"]

@@ -40,7 +40,7 @@ def nothing_left() -> Iterator[dict[str, set[str]]]:
     before = snapshot_of_host()
     yield before
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: snapshot_of_host() == before, 30)
+        wait_until(lambda: snapshot_of_host() == before, 10)
     assert snapshot_of_host() == before
 
 

@@ -172,7 +172,7 @@ def test_a_link_cut_permanently_ends_the_ranks_behind_it(group: ddip.Group, host
     do_in_a_second(hosts["h2"].cut)
     with pytest.raises(CellError, match="RankEnded: .*h2"):
         group.run(BUSY)
-    wait_until(lambda: not ddip_processes_on(hosts["h2"]), 30, "the end of the ranks behind the link")
+    wait_until(lambda: not ddip_processes_on(hosts["h2"]), 15, "the end of the ranks behind the link")
     hosts["h2"].mend()
     assert group.repair() == [2, 3]
     assert_works(group)
@@ -215,7 +215,7 @@ def test_a_host_whose_processes_end_is_reused(group: ddip.Group, hosts: Network,
         group.run(BUSY)
     assert_blocked(caught.value, [0, 1], "")
     if which != "preload process":
-        wait_until(lambda: not ddip_processes_on(hosts["h2"]), 30, "the end of the ranks there")
+        wait_until(lambda: not ddip_processes_on(hosts["h2"]), 10, "the end of the ranks there")
     assert group.repair() == [2, 3]
     assert_works(group)
     assert group.pull(["kept"], 1) == {"kept": 1}
@@ -243,4 +243,4 @@ def test_nothing_outlives_the_notebook_or_its_controller(hosts: Network, which: 
             "the end of all ranks",
         )
         notebook.communicate(timeout=60)  # without its controller the notebook ends, and then the agents
-        wait_until(lambda: not any(map(ddip_processes_on, both)), 30, "the end of all that the hosts ran")
+        wait_until(lambda: not any(map(ddip_processes_on, both)), 15, "the end of all that the hosts ran")

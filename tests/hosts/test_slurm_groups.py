@@ -169,7 +169,7 @@ def test_a_notebook_killed_during_submission_leaves_nothing(slurm: Slurm, tmp_pa
         notebook.kill()
         notebook.communicate()
         (tmp_path / "go").touch()
-    wait_until(lambda: not slurm.jobs(), 30)
+    wait_until(lambda: not slurm.jobs(), 15)
 
 
 def test_a_job_that_slurm_accepts_too_late_is_cancelled(slurm: Slurm) -> None:
@@ -227,7 +227,7 @@ def test_a_killed_notebook_leaves_no_job(slurm: Slurm, when: str) -> None:
     finally:
         notebook.kill()
         notebook.communicate()
-    wait_until(lambda: len(slurm.jobs()) == before, 30)
+    wait_until(lambda: len(slurm.jobs()) == before, 15)
     run_command("scancel --user=root")
     wait_until(lambda: not slurm.jobs())
 

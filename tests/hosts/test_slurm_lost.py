@@ -122,7 +122,7 @@ def test_a_notebook_killed_after_a_repair_leaves_nothing(three_nodes: Slurm, hos
             assert list(three_nodes.jobs().values()) == ["RUNNING"] * 2
         finally:
             notebook.kill()
-    wait_until(lambda: not three_nodes.jobs(), 30)
+    wait_until(lambda: not three_nodes.jobs(), 15)
 
 
 def test_a_lost_node_in_a_foreign_job_is_not_replaced(
