@@ -91,7 +91,10 @@ def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _comprehension_variables(tree: ast.Module) -> set[str]:
-    """Return names that only comprehensions bind; Python 3.12 and later list them as names of the statement."""
+    """Return names that only comprehensions bind.
+
+    Python 3.12 and later list them as names of the statement.
+    """
     variables: set[str] = set()
 
     def visit_outside(node: ast.AST, inner: frozenset[str]) -> Iterator[str]:
@@ -210,22 +213,13 @@ def _is_number(node: ast.expr) -> bool:
 HAS_NAMESPACE = ("globals", "locals", "exec", "eval")
 ASKS_USER = ("input", "getpass", "breakpoint", "set_trace")
 ENDS = ("exit", "quit", "_exit")
-ENTROPY = (
-    *("SystemRandom", "urandom", "uuid1", "uuid4", "token_hex", "token_bytes", "randbits", "randbelow"),
-    *(
-        "default_rng",
-        "Random",
-        "RandomState",
-        "SeedSequence",
-        "PCG64",
-        "PCG64DXSM",
-        "MT19937",
-        "Philox",
-        "SFC64",
-        "seed",
-    ),
+ENTROPY = ("SystemRandom", "urandom", "uuid1", "uuid4", "token_hex", "token_bytes", "randbits", "randbelow")
+"""Functions that use entropy of the system."""
+UNSEEDED = (
+    *("default_rng", "Random", "RandomState", "SeedSequence", "seed"),
+    *("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"),
 )
-"""Functions that use entropy of the system: from ``default_rng`` on only without arguments, or with None."""
+"""Functions that do so without arguments, or with None."""
 OWN_GENERATORS = ("albumentations", "cupy", "imgaug", "jax", "keras", "tensorflow")
 """Packages with global random states that ddip does not set."""
 CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
@@ -268,18 +262,13 @@ def find_doubt(node: ast.AST) -> str:
     ordered = {id(argument) for inner in ast.walk(node) for argument in _uses_without_order(inner)}
     for inner in ast.walk(node):
         match inner:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=keywords) if (
-                name in ENTROPY
-                and (
-                    ENTROPY.index(name) < ENTROPY.index("default_rng")
-                    or all(isinstance(value, ast.Constant) and value.value is None for value in args)
-                    and all(isinstance(word.value, ast.Constant) and word.value.value is None for word in keywords)
-                )
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=words) if (
+                name in ENTROPY or (name in UNSEEDED and all(map(_is_none, [*args, *(word.value for word in words)])))
             ):
                 return f"{name}() draws from the system's entropy"
             case ast.alias(name="secrets"):
                 return "secrets draws from the system's entropy"
-            case ast.alias(name=name, asname=str(other)) if name in ENTROPY:
+            case ast.alias(name=name, asname=str(other)) if name in (*ENTROPY, *UNSEEDED):
                 return f"{other} is {name}, which may draw from the system's entropy; import it by its own name"
             case ast.Call(func=ast.Name("hash")):
                 return "hash() of text differs in each process"
@@ -305,6 +294,10 @@ def find_doubt(node: ast.AST) -> str:
                 if not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in items):
                     return "the order of a set may differ between processes: sort it"
     return ""
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _uses_without_order(node: ast.AST) -> Iterator[ast.AST]:

@@ -126,7 +126,7 @@ def write_kubernetes_file(shape: JobShape, script: Path, data: str) -> str:
     return KUBERNETES.format(
         script=script.name,
         file=script.with_suffix(".yaml").name,
-        name=re.sub(r"[^a-z0-9]+", "-", f"run-{script.stem.lower()}").strip("-")[:50],
+        name=re.sub(r"[^a-z0-9]+", "-", f"run-{script.stem.lower()}")[:50].strip("-"),
         from_files=files,
         hosts=len(shape.ranks),
         per_host=per_host,

@@ -9,6 +9,7 @@ import ast
 import io
 import itertools
 import math
+import shlex
 import sys
 import textwrap
 import tokenize
@@ -101,7 +102,6 @@ pulled: list = []
 def copied(value: object) -> object:
     """Return a copy on the CPU, which later cells do not change."""
     import io
-
     import pickle
 
     file = io.BytesIO()
@@ -210,7 +210,12 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     run = ["start_rank()", f"{main}()", *filter(None, [last_line]), "end_rank()"]
     run += ['if os.environ["RANK"] == "0":', "    show_results()"] if shown else []
     ending = 'if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in run)
-    module = [HEADER.format(name=name, **facts), *_sorted_imports([*layout.imports, *imports]), "", _rank_text(session)]
+    module = [
+        HEADER.format(name=shlex.quote(name), **facts),
+        *_sorted_imports([*layout.imports, *imports]),
+        "",
+        _rank_text(session),
+    ]
     parts = ["\n".join(module), *layout.definitions, *helpers, opening + body, ending]
     return "\n\n".join(part.strip("\n") + "\n" for part in parts)
 

@@ -9,7 +9,7 @@ import shlex
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -17,11 +17,10 @@ from ddip.errors import STOPPED, BadInput, CellError, GroupError, RankError
 from ddip.notebook import arguments, script_line
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.first_lines import skip_comments
+from ddip.notebook.group_magics import GroupMagics
 from ddip.output.area import notify
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from ddip.group.cells.cell import Cell
     from ddip.group.cells.history import History
     from ddip.group.group import Group
@@ -73,14 +72,11 @@ def _error_text(error: RankError) -> str:
 
 
 @magics_class
-class CellMagics(Magics):
+class CellMagics(GroupMagics):
     """The magics for cells; they use the group of the main magics."""
 
-    shell: InteractiveShell
-
     def __init__(self, main: DipMagics) -> None:
-        super().__init__(shell=main.shell)
-        self._main = main
+        super().__init__(main)
         main.shell.events.register("pre_run_cell", self._report_failures)
 
     def close(self) -> None:

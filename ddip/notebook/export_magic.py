@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -17,10 +18,9 @@ from ddip.errors import BadInput
 from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
 from ddip.notebook.arguments import with_examples
+from ddip.notebook.group_magics import GroupMagics
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from ddip.export.job_files import JobShape
     from ddip.export.record import Session
     from ddip.export.selection import Plan, Refusal
@@ -33,15 +33,16 @@ DATA_SUFFIX = ".data.pickle"
 
 
 @magics_class
-class ExportMagics(Magics):
+class ExportMagics(GroupMagics):
     """The magic that writes a script; it uses the group of the main magics."""
 
-    shell: InteractiveShell
-
     def __init__(self, main: DipMagics) -> None:
-        super().__init__(shell=main.shell)
-        self._main = main
-        self.executions = executions.Executions(main.shell)
+        super().__init__(main)
+        self._executions = executions.Executions(main.shell)
+
+    def close(self) -> None:
+        """Stop noting executions."""
+        self._executions.close()
 
     @with_examples(
         "%dipexport train.py                       all cells since the group started",
@@ -128,7 +129,8 @@ class ExportMagics(Magics):
             lacks = args.last or numbers is not None
             why = "may differ, since it lacks executions" if lacks else "are not compared yet"
             print(f"ddip: the script's numbers {why}; --check NAMES compares these variables")
-        self._main.confirm_done(f"wrote {path}: {_count_text(plan)}; torchrun --nproc-per-node {session.size} {path}")
+        run = f"torchrun --nproc-per-node {session.size} {shlex.quote(str(path))}"
+        self._main.confirm_done(f"wrote {path}: {_count_text(plan)}; {run}")
         for job in jobs:
             self._main.confirm_done(f"wrote {job}; its first lines say what to set, and how to start it")
 
@@ -154,7 +156,7 @@ class ExportMagics(Magics):
             threads[0],
             folders[0],
             group.request.app,
-            self.executions.list_events(history),
+            self._executions.list_events(history),
             tuple(problems),
             tuple(doubts),
         )

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
+GROUP_MAGICS = (WatchMagics, ObjectMagics, TrainingMagics, ExportMagics, CellMagics)
+"""Magics besides the main ones, which they use; closed in this order."""
 EXTENSIONS = "IPython.core.extensions"
 """Module of IPython's extension manager, which unloads and loads an extension to reload it without saying so."""
 
@@ -43,8 +45,7 @@ def load_extension(shell: InteractiveShell) -> None:
         return
     magics = DipMagics(shell)
     modules = [apps.find_module(name) for name in magics.warm_apps]
-    shell.register_magics(magics, ObjectMagics(magics), CellMagics(magics), WatchMagics(magics))
-    shell.register_magics(TrainingMagics(magics), ExportMagics(magics), Misplaced(shell))
+    shell.register_magics(magics, *(magics_class(magics) for magics_class in GROUP_MAGICS), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))
     shell.input_transformers_cleanup.extend(TRANSFORMERS)
     session.set_current(magics)
@@ -62,17 +63,11 @@ def unload_extension(shell: InteractiveShell) -> None:
     """
     if _is_reload():
         return
-    watch = registry.remove_magics(shell, WatchMagics.__name__)
-    if watch is not None:
-        watch.close()
-    for magics_class in (ObjectMagics, TrainingMagics, Misplaced):
-        registry.remove_magics(shell, magics_class.__name__)
-    export_magics = registry.remove_magics(shell, ExportMagics.__name__)
-    if export_magics is not None:
-        export_magics.executions.close()
-    cell_magics = registry.remove_magics(shell, CellMagics.__name__)
-    if cell_magics is not None:
-        cell_magics.close()
+    for magics_class in GROUP_MAGICS:
+        removed = registry.remove_magics(shell, magics_class.__name__)
+        if removed is not None:
+            removed.close()
+    registry.remove_magics(shell, Misplaced.__name__)
     magics = registry.remove_magics(shell, DipMagics.__name__)
     for transformer in TRANSFORMERS:
         if transformer in shell.input_transformers_cleanup:

@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
 from ddip.errors import BadInput, TransferError, ranks_text
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
+from ddip.notebook.group_magics import GroupMagics
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from ddip.group.group import Group
-    from ddip.notebook.magics import DipMagics
     from ddip.output.progress import Progress
 
 QUIET_SECONDS = 0.5
@@ -30,14 +28,8 @@ QUIET_SECONDS = 0.5
 
 
 @magics_class
-class ObjectMagics(Magics):
+class ObjectMagics(GroupMagics):
     """The magics for variables; they use the group and settings of the main magics."""
-
-    shell: InteractiveShell
-
-    def __init__(self, main: DipMagics) -> None:
-        super().__init__(shell=main.shell)
-        self._main = main
 
     def _parse_names(
         self, magic: str, typed: list[str], ranks: list[str] | None

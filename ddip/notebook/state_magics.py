@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.errors import BadInput
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from ddip.notebook.magics import DipMagics
+from ddip.notebook.group_magics import GroupMagics
 
 SHOWN_PATHS = 6
 
 
 @magics_class
-class TrainingMagics(Magics):
+class TrainingMagics(GroupMagics):
     """The magics that compare and copy the state of a training; they use the group of the main magics."""
-
-    shell: InteractiveShell
-
-    def __init__(self, main: DipMagics) -> None:
-        super().__init__(shell=main.shell)
-        self._main = main
 
     @with_examples("%dipcheck", "%dipcheck model opt")
     @magic_arguments()

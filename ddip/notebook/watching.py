@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.cluster import folder
@@ -24,11 +24,10 @@ from ddip.errors import BadInput, GroupError
 from ddip.guard import Guard
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
+from ddip.notebook.group_magics import GroupMagics
 from ddip.output.area import CellOutputArea, cell_number, is_page, new_id
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
     from ddip.output.tables.vitals_table import RankVitals
@@ -43,14 +42,11 @@ NO_PAGE = "ddip: live updates need a notebook page; here %dipwatch prints the ta
 
 
 @magics_class
-class WatchMagics(Magics):
+class WatchMagics(GroupMagics):
     """``%dipwatch``, for the group of the main magics."""
 
-    shell: InteractiveShell
-
     def __init__(self, main: DipMagics) -> None:
-        super().__init__(shell=main.shell)
-        self._main = main
+        super().__init__(main)
         self._view: LiveView | None = None
 
     @with_examples(

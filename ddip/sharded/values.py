@@ -75,17 +75,18 @@ def compare_values(ours: bytes, theirs: bytes) -> dict[str, float | str]:
     return found
 
 
-def _find_difference(one: Any, other: Any) -> float | str:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{tuple(one.shape)} {one.dtype}, in the script {tuple(other.shape)} {other.dtype}"
-        differs = (one != other) & ~((one != one) & (other != other))  # NaN equals NaN here
+def _find_difference(ours: Any, theirs: Any) -> float | str:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"{tuple(ours.shape)} {ours.dtype}, in the script {tuple(theirs.shape)} {theirs.dtype}"
+        differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))  # NaN equals NaN here
         if not differs.any():
             return 0.0
-        if not one.is_floating_point():
+        if not (ours.is_floating_point() or ours.is_complex()):
             return f"{int(differs.sum())} elements differ"
-        return float((one.to(torch.float64) - other.to(torch.float64))[differs].abs().nan_to_num(float("inf")).max())
-    if isinstance(one, float) and isinstance(other, float):
-        difference = 0.0 if one == other or (one != one and other != other) else abs(one - other)
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        return float((ours.to(wide) - theirs.to(wide))[differs].abs().nan_to_num(float("inf")).max())
+    if isinstance(ours, float) and isinstance(theirs, float):
+        difference = 0.0 if ours == theirs or (ours != ours and theirs != theirs) else abs(ours - theirs)
         return float("inf") if difference != difference else difference
-    return 0.0 if type(one) is type(other) and one == other else f"{one!r}, in the script {other!r}"
+    return 0.0 if type(ours) is type(theirs) and ours == theirs else f"{ours!r}, in the script {theirs!r}"

@@ -110,6 +110,7 @@ def test_failed_and_idle_cells_are_comments(trained: Notebook) -> None:
     [
         ("%dipexport", "%dipexport: type the name of the script, such as %dipexport train.py"),
         ("%dipexport train", "%dipexport train: type a name that ends with .py, such as %dipexport train.py"),
+        ("%dipexport random.py", "%dipexport random.py: such a script would hide the module random"),
         ("%dipexport no/such/train.py", "%dipexport no/such/train.py: files cannot be written to the folder no/such"),
         ("%dipexport other.py --cells 99999", "--cells 99999: no cell 99999 has run since the group started"),
         ("%dipexport other.py --cells x", "--cells x: type numbers of cells, such as --cells 3-9,12"),
@@ -132,8 +133,10 @@ def test_job_files_are_written_beside_the_script(trained: Notebook) -> None:
     for suffix in (".sbatch", ".yaml"):
         assert "jobs.py" in Path(trained.folder, f"jobs{suffix}").read_text()
     Path(trained.folder, "jobs.py").unlink()
-    refused = trained.run("%dipexport jobs.py --k8s").message
-    assert refused == "%dipexport: the file jobs.yaml exists; --force overwrites it"
+    Path(trained.folder, "jobs.data.pickle").write_text("mine")
+    for option, name in (("--k8s", "jobs.yaml"), ("--slurm", "jobs.sbatch"), ("--data", "jobs.data.pickle")):
+        refused = trained.run(f"%dipexport jobs.py {option}").message
+        assert refused == f"%dipexport: the file {name} exists; --force overwrites it"
     assert not Path(trained.folder, "jobs.py").exists()
     for path in Path(trained.folder).glob("jobs.*"):
         path.unlink()
@@ -156,6 +159,15 @@ def test_code_without_a_translation_is_named(trained: Notebook) -> None:
     assert not Path(trained.folder, "partial.py").exists()
     trained.ok("%dipexport partial.py --partial")
     assert f"raise NotImplementedError('cell {number}: %run other_script.py')" in script_in(trained, "partial.py")
+
+
+@pytest.mark.grid
+def test_code_that_no_script_can_contain_is_named(notebook: Notebook) -> None:
+    restart(notebook)
+    notebook.ok("%%dip\nif rank < 5:\n    n: int = 3\nx = n")
+    refused = notebook.fails("%dipexport annotated.py").message
+    assert refused.startswith("%dipexport annotated.py: not written, since a script cannot contain 'n: int = 3': ")
+    assert not Path(notebook.folder, "annotated.py").exists()
 
 
 REFUSED = {
@@ -201,7 +213,7 @@ def test_a_session_that_may_differ_is_refused(notebook: Notebook, case: str) -> 
     Path(notebook.folder, "refused.py").unlink()
 
 
-@pytest.mark.grid
+@pytest.mark.grid(in_ci=True)
 def test_a_check_decides_about_a_failed_cell(notebook: Notebook) -> None:
     restart(notebook)
     notebook.ok("%%dip\nimport torch\nx = torch.rand(2)")

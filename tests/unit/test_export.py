@@ -47,7 +47,7 @@ def plan_of(*cells: Cell, **choice: object) -> Plan:
 
 
 def refusals_of(*cells: Cell, **choice: object) -> list[str]:
-    return [one.text for one in plan_of(*cells, **choice).refusals]
+    return [refusal.text for refusal in plan_of(*cells, **choice).refusals]
 
 
 def script_of(*cells: Cell, **choice: object) -> str:
@@ -155,12 +155,12 @@ def test_values_that_differ_between_processes_are_doubted(code: str, is_doubtful
 
 
 def test_the_body_of_a_timed_cell_stays() -> None:
-    assert [one.text for one in translation.translate_cell("%%time\nx = 1\ny = 2")] == ["x = 1", "y = 2"]
+    assert [statement.text for statement in translation.translate_cell("%%time\nx = 1\ny = 2")] == ["x = 1", "y = 2"]
 
 
 def test_statements_keep_their_comments_and_strings() -> None:
     code = '# above\nx = """a\n  b"""  # beside\n\n@wrap\ndef f():\n    return 1'
-    assert [one.text for one in translation.translate_cell(code)] == [
+    assert [statement.text for statement in translation.translate_cell(code)] == [
         '# above\nx = """a\n  b"""  # beside',
         "\n@wrap\ndef f():\n    return 1",
     ]
@@ -255,7 +255,7 @@ def test_cells_at_the_same_time_are_refused() -> None:
 def test_reasons_of_the_session_are_refused() -> None:
     session = Session((5,), app="fastai", problems=("a",), doubts=("b",))
     refusals = selection.plan_script(session, Choice()).refusals
-    assert [(one.text, one.is_doubt) for one in refusals] == [
+    assert [(refusal.text, refusal.is_doubt) for refusal in refusals] == [
         ("a", False),
         ("b", True),
         ("-a fastai changes its framework on ranks, which a script does not", True),
@@ -440,9 +440,17 @@ def test_pushed_tensors_keep_their_shared_memory() -> None:
     base = torch.zeros(3)
     text = script_of(push_of(1, base=base, view=base[1:]), "base += 1", "a = view.sum().item()", stores_data=True)
     assert "pushed_values(0)" in text
-    loaded, refused = selection._load_push(push_of(1, base=base, view=base[1:]).data or b"")
+    sent = executions._pickle_again(pickling.dump_all({"base": base, "view": base[1:]}).pickled)
+    assert sent is not None
+    loaded, refused = selection._load_push(sent)
     loaded["base"] += 1
     assert (loaded["view"].tolist(), refused) == ([1.0, 1.0], "")
+
+
+def test_a_pushed_value_that_cannot_be_saved_is_none() -> None:
+    assert executions._pickle_again(None) is None
+    broken = pickling.dump_all({"x": [1]}).pickled
+    assert executions._pickle_again({name: type(value)([value.parts[0][:2]]) for name, value in broken.items()}) is None
 
 
 def test_a_problem_is_written_with_partial() -> None:
@@ -558,8 +566,8 @@ def values_of(code: list[str]) -> dict[str, object]:
     module = types.ModuleType("__main__")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "__main__", module)
-        for one in code:
-            exec(compile(one, "<cell>", "exec", dont_inherit=True), vars(module))
+        for cell in code:
+            exec(compile(cell, "<cell>", "exec", dont_inherit=True), vars(module))
     return {name: value for name, value in vars(module).items() if len(name) == 1 and isinstance(value, PLAIN)}
 
 
@@ -638,6 +646,8 @@ NAN = float("nan")
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), True),
         (torch.tensor([2**60]), torch.tensor([2**60 + 1]), True),
         (torch.tensor([1j]), torch.tensor([2j]), True),
+        (torch.tensor([1j]).to(torch.complex128), torch.tensor([1j]) + 1e-9, True),
+        (torch.tensor([1j]).to(torch.complex128), torch.tensor([1j]).to(torch.complex128) + 1e-9, False),
         (torch.ones(2), torch.ones(1), True),
         (torch.ones(1), torch.ones(1, dtype=torch.float64), True),
         ([1, 2], [1], True),
@@ -649,7 +659,7 @@ def test_values_are_compared_strictly(ours: object, theirs: object, differs: boo
     packed = [values.pack_values({"x": value}, ["x"]) for value in (ours, theirs)]
     assert [refused for _, refused in packed] == [{}, {}]
     found = values.compare_values(packed[0][0], packed[1][0]).values()
-    assert any(isinstance(one, str) or not one <= check.TOLERANCE for one in found) == differs
+    assert any(isinstance(difference, str) or not difference <= check.TOLERANCE for difference in found) == differs
 
 
 def test_a_batch_script_has_the_shape_of_the_group_and_its_options() -> None:
@@ -686,6 +696,11 @@ def test_a_manifest_starts_one_torchrun_on_each_host() -> None:
     assert container["command"][-1] == "/scripts/my_train.py"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
     assert "--from-file=my_train.py --from-file=my_train.data.pickle" in text
+
+
+def test_the_name_of_a_job_is_one_of_kubernetes() -> None:
+    text = job_files.write_kubernetes_file(JobShape((1,), False, 1, {}), Path(f"1{'a' * 44}_bc.py"), "")
+    assert f'name: "run-1{"a" * 44}"\n' in text
 
 
 @pytest.mark.parametrize(("ranks", "name"), [((4, 3), "train.py"), ((4, 4), "my train.py"), ((4, 4), "$x.py")])

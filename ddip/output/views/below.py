@@ -101,8 +101,8 @@ class Below:
     def _rows_of_rank(self, rank: int) -> tuple[int, int]:
         """Return the indices of the last block of rows of `rank`: its first row, and the row after its last.
 
-        A row is one output below the page; a block begins with the row that names the rank. If the rank has no block,
-        both are the index at which to insert one.
+        A row is a label or a display; a block begins with the label of its rank. If the rank has no block, both are the
+        index at which to insert one.
         """
         begins = [at for at, row in enumerate(self._rows) if row.label is not None]
         ends = [*begins[1:], len(self._rows)]
