@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from ddip.cluster import devices
 from ddip.cluster.cluster_api import Cluster
 from ddip.cluster.processes import ownership
 from ddip.cluster.reach import Reach
-from ddip.errors import BadInput, GroupError, RequestInterrupted, ranks_text
+from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
 from ddip.group import repair, status, stopping
 from ddip.group.cells import logs
 from ddip.group.cells.cell import Cell
@@ -67,6 +68,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.reports import LoadReport, SaveReport
 from ddip.protocol.status_types import Status
 from ddip.settings import DEFAULTS
 
@@ -977,6 +979,81 @@ class Group:
         for path, why in refused.items():
             notify(f"{path} was not copied: {why}")
         return copied
+
+    def save(self, folder: str, names: Sequence[str] = (), *, background: bool = False) -> SaveReport:
+        """Save variables of all ranks, with the complete training state, to a folder.
+
+        Parameters
+        ----------
+        folder
+            Folder to create, or of an earlier save, which is replaced when the new one is complete.
+        names
+            Variables of the ranks. Default: all.
+        background
+            True to copy the tensors to the CPU, and to return while threads of the ranks write them.
+
+        Returns
+        -------
+        SaveReport
+            Size, the saved variables, and the reasons for those that could not be saved.
+
+        Raises
+        ------
+        TransferError
+            If nothing was saved, such as on a full disk; an earlier save stays.
+        GroupError
+            If a rank is lost or busy.
+        RequestInterrupted
+            If the user pressed the stop button; an earlier save stays.
+        """
+        path = os.path.abspath(os.path.expanduser(folder))
+        with self.lifecycle.turn:
+            self.lifecycle.ensure_ready_for_cell(needs_group=True)
+            call = on_rank.save_variables(path, list(names), background)
+            report = self.ranks.ask(range(self.world_size), call, release=self._parts.manager.release)[0]
+        if report["error"]:
+            raise TransferError(f"nothing was saved: {report['error']}")
+        return report
+
+    def load(self, folder: str, names: Sequence[str] = (), *, anyway: bool = False) -> LoadReport:
+        """Load saved variables into all ranks. Loading runs code that the files contain.
+
+        Modules, optimizers, schedulers and scalers that exist with the same structure are filled in place. Other
+        variables are replaced.
+
+        Parameters
+        ----------
+        folder
+            Folder of `save`.
+        names
+            Variables to load. Default: all. Random number generators are only loaded with all.
+        anyway
+            True to load what another release of Python or torch has saved.
+
+        Returns
+        -------
+        LoadReport
+            The loaded variables, and the reasons for those that were not loaded.
+
+        Raises
+        ------
+        TransferError
+            If nothing was loaded: there is no save, a variable is missing or cannot be unpickled, or files belong to
+            another user. Nothing has changed then.
+        GroupError
+            If a rank is lost or busy.
+        RequestInterrupted
+            If the user pressed the stop button.
+        """
+        path = os.path.abspath(os.path.expanduser(folder))
+        with self.lifecycle.turn:
+            self.lifecycle.ensure_ready_for_cell(needs_group=True)
+            call = on_rank.load_variables(path, list(names), anyway)
+            reports = self.ranks.ask(range(self.world_size), call, release=self._parts.manager.release)
+        if reports[0]["error"]:
+            raise TransferError(f"nothing was loaded: {reports[0]['error']}")
+        self.history.changes.append(Change(f"%dipload loaded {folder}"))
+        return reports[0]
 
     def report_faults(self) -> None:
         """Rebuild the process group after a fault, and print which variables differ, if all ranks are free.

@@ -463,3 +463,12 @@ def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, li
     if not names or not all(name.isidentifier() for name in names):
         raise BadInput(f"{option}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
     return int(typed[0]), names
+
+
+def variable_names(typed: list[str], magic: str) -> list[str]:
+    """Return the names in `typed`, each once; raise BadInput for one that is no name. `magic`: the command."""
+    names = [*dict.fromkeys(name for word in typed for name in word.split(",") if name)]
+    for name in names:
+        if not name.isidentifier():
+            raise BadInput(f"{magic} {name}: type names of variables, such as {magic} model opt")
+    return names

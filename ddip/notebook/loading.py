@@ -16,6 +16,7 @@ from ddip.notebook.export_magic import ExportMagics
 from ddip.notebook.first_lines import TRANSFORMERS
 from ddip.notebook.magics import DipMagics, Misplaced
 from ddip.notebook.objects import ObjectMagics
+from ddip.notebook.save_magics import SaveMagics
 from ddip.notebook.state_magics import TrainingMagics
 from ddip.notebook.watching import WatchMagics
 from ddip.output import area
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
-GROUP_MAGICS = (WatchMagics, ObjectMagics, TrainingMagics, ExportMagics, CellMagics)
+GROUP_MAGICS = (WatchMagics, ObjectMagics, TrainingMagics, SaveMagics, ExportMagics, CellMagics)
 """Magics besides the main ones, which they use; closed in this order."""
 EXTENSIONS = "IPython.core.extensions"
 """Module of IPython's extension manager, which unloads and loads an extension to reload it without saying so."""

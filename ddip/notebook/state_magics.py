@@ -5,7 +5,6 @@ from __future__ import annotations
 from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from ddip.errors import BadInput
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.group_magics import GroupMagics
@@ -29,7 +28,7 @@ class TrainingMagics(GroupMagics):
         from IPython.display import display
 
         args = arguments.parse_line(self.dipcheck, "%dipcheck", line)
-        table = self._main.require_group("%dipcheck").check(_checked_names(args.names, "%dipcheck"))
+        table = self._main.require_group("%dipcheck").check(arguments.variable_names(args.names, "%dipcheck"))
         if not table.rows:
             print(f"ddip: {table.summary}")
         else:
@@ -47,7 +46,7 @@ class TrainingMagics(GroupMagics):
         """
         args = arguments.parse_line(self.dipsync, "%dipsync", line)
         group = self._main.require_group("%dipsync")
-        names = _checked_names(args.names, "%dipsync")
+        names = arguments.variable_names(args.names, "%dipsync")
         source = arguments.parse_rank(args.source, group.world_size, "--from")
         copied = group.sync(names, source)
         if not copied:
@@ -55,11 +54,3 @@ class TrainingMagics(GroupMagics):
             return
         more = f" and {len(copied) - SHOWN_PATHS} more" if len(copied) > SHOWN_PATHS else ""
         self._main.confirm_done(f"copied from rank {source}: {', '.join(copied[:SHOWN_PATHS])}{more}")
-
-
-def _checked_names(typed: list[str], magic: str) -> list[str]:
-    names = [*dict.fromkeys(name for word in typed for name in word.split(",") if name)]
-    for name in names:
-        if not name.isidentifier():
-            raise BadInput(f"{magic} {name}: type names of variables, such as {magic} model opt")
-    return names

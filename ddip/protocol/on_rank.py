@@ -27,6 +27,7 @@ from ddip.protocol.reports import (
     Figures,
     Hello,
     IterationFacts,
+    LoadReport,
     LostObjects,
     PackedObjects,
     Paths,
@@ -35,12 +36,13 @@ from ddip.protocol.reports import (
     Place,
     ProfileReport,
     PushResult,
+    SaveReport,
     ShardsReport,
     Synced,
     Vitals,
 )
 
-VERSION = 23
+VERSION = 24
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -97,6 +99,7 @@ READING = (
     "looking for help",
     "comparing the variables",
     "checking the variables",
+    "saving the variables",
 )
 """Labels of the requests that change no variable."""
 
@@ -255,7 +258,19 @@ def find_advice(names: list[str], size: int) -> AdviceReport: ...
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced: ...
 
 
+@remote("saves.save_state.save_variables", "saving the variables")
+def save_variables(folder: str, names: list[str], background: bool) -> SaveReport: ...
+
+
+@remote("saves.load_state.load_variables", "loading the variables")
+def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport: ...
+
+
 # -- on the control thread, while a cell runs
+
+
+@remote("saves.save_state.background_save")
+def background_save() -> tuple[bool, str]: ...
 
 
 @remote("runtime.housekeeping.make_hello")

@@ -298,6 +298,41 @@ class Synced(TypedDict):
     """Paths that could not be copied, and why."""
 
 
+class SaveReport(TypedDict):
+    """Result of a save of the ranks' variables; the same on all ranks."""
+
+    error: str
+    """Reason why nothing was saved; empty if it was."""
+    size: int
+    """Bytes of all tensors and pickles."""
+    variables: dict[str, str]
+    """``equal``, ``sharded`` or ``per rank`` for each saved variable."""
+    left_out: dict[str, str]
+    """Reasons why variables could not be saved, by name."""
+    seconds: float
+    """Time that the ranks were busy."""
+
+
+class LoadReport(TypedDict):
+    """Result of a load of saved variables."""
+
+    error: str
+    """Reason why nothing was loaded; empty if it was."""
+    time: float
+    """Unix time of the save, in seconds."""
+    ranks: int
+    """Number of ranks that saved."""
+    loaded: list[str]
+    in_place: list[str]
+    """Those of the loaded variables whose existing objects were filled."""
+    not_loaded: dict[str, str]
+    """Reasons why saved variables were not loaded, or variables were not saved, by name."""
+    kept: dict[str, str]
+    """Reasons why functions and classes of this session were kept, by name."""
+    holders: list[str]
+    """Variables that hold a module or optimizer that the load has replaced."""
+
+
 class IterationReport(TypedDict):
     """Position of a rank in its training when a cell ended."""
 

@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
     units[KINDS] = [None if optimizer is None else kind_of(optimizer), *map(kind_of, others)]
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         units[BROADCAST] = [f"model.module.{name}" for name, _ in model.module.named_buffers()]
-    return units | {f"generators.{name}": state for name, state in _process_generators().items()}
+    return units | {f"generators.{name}": state for name, state in process_generators().items()}
 
 
 def bucket_units(model: torch.nn.Module) -> Units:
@@ -122,7 +122,8 @@ def load_units(
     for number, other in enumerate(others):
         if f"others.{number}" in units:
             _load_state(other, units[f"others.{number}"])
-    _set_process_generators(units)
+    prefix = "generators."
+    set_process_generators({n.removeprefix(prefix): state for n, state in units.items() if n.startswith(prefix)})
 
 
 def kind_of(value: Any) -> str:
@@ -182,7 +183,7 @@ def _attribute_state(value: Any) -> Any:
     return _state_of(value) if isinstance(value, torch.Generator | Sampler) else value
 
 
-def _process_generators() -> dict[str, Any]:
+def process_generators() -> dict[str, Any]:
     """Return the states of the process-wide random number generators by name."""
     states = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if torch.cuda.is_initialized():
@@ -192,17 +193,18 @@ def _process_generators() -> dict[str, Any]:
     return states
 
 
-def _set_process_generators(units: Units) -> None:
-    if "generators.torch" in units:
-        torch.set_rng_state(units["generators.torch"])
-    if "generators.random" in units:
-        random.setstate(units["generators.random"])
-    if "generators.cuda" in units and torch.cuda.is_available():
-        torch.cuda.set_rng_state(units["generators.cuda"])
-    if "generators.numpy" in units:
+def set_process_generators(states: Mapping[str, Any]) -> None:
+    """Set the process-wide random number generators to states of `process_generators`."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
         import numpy
 
-        numpy.random.set_state(units["generators.numpy"])
+        numpy.random.set_state(states["numpy"])
 
 
 # -- tensors, apart from the rest

@@ -67,6 +67,8 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Attributes of an optimizer that hold its hooks."""
+HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""Ends of the names of a module's attributes that hold its hooks by number."""
 MOST_BYTES = 1 << 16
 """Maximum size of plain data that was sent with a function and is compared with its original later."""
 READING_OPCODES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -347,6 +349,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.nn.Module):
             self.owned.update(map(id, obj._parameters.values()))
             self.models.append(obj)
+            if any(hooks for name, hooks in vars(obj).items() if name.endswith(HOOKS)):
+                make, args, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return (make, args, state, None, None, fill_module) if rest in ([], [None, None]) else None
             return None
         if isinstance(obj, torch.TypedStorage):
             storage = obj._untyped_storage  # the public names raise deprecation warnings
@@ -409,6 +414,19 @@ def fill_sampler(sampler: Any, state: dict[str, Any]) -> None:
     vars(sampler).update(state)
     if os.environ.get("WORLD_SIZE") == str(sampler.num_replicas):
         sampler.rank = int(os.environ["RANK"])
+
+
+def fill_module(module: Any, state: dict[str, Any]) -> None:
+    """Set a module's attributes, and see to it that its hooks keep their numbers.
+
+    torch numbers hooks per process: the next hook of the module would otherwise replace one with the same number.
+    """
+    from torch.utils.hooks import RemovableHandle
+
+    module.__setstate__(state)
+    hooks = [hooks for name, hooks in vars(module).items() if name.endswith(HOOKS)]
+    numbers = [number for group in hooks if isinstance(group, dict) for number in group if isinstance(number, int)]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(number + 1 for number in numbers)])
 
 
 def _is_plain(tensor: Any) -> bool:

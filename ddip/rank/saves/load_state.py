@@ -1,0 +1,259 @@
+"""Load saved variables into the ranks of a group (``%dipload``): a collective.
+
+    check     the save is this user's, of these releases, and complete; ranks agree which objects are filled in place
+    unpickle  new objects are made, existing ones are found by their keys; nothing existing changes
+    fill      when every rank could load everything: sharded tensors are read, existing objects filled, variables set
+
+On the same number of ranks, each rank loads what it has saved. On another number, each rank loads what rank 0 has
+saved, without the variables that differed between the ranks; sharded tensors are divided again.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddip.protocol.objects import definitions
+from ddip.protocol.reports import LoadReport
+from ddip.rank import user_namespace
+from ddip.rank.inspection.state_history import history
+from ddip.rank.inspection.walk import Walk, variables_of
+from ddip.rank.runtime import process_settings
+from ddip.rank.saves import save_folder, save_pickler
+from ddip.rank.saves.agreement import AgreedError, do_on_all, gather_objects
+from ddip.rank.saves.save_pickler import Loading, load_device
+from ddip.rank.saves.save_state import HEADER, STREAM
+from ddip.rank.saves.tensor_files import TensorReader
+from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, structure_of
+from ddip.sharded import contents
+
+PER_RANK = "it differed between the {then} ranks, and there are {now} now"
+DEFINED = "this session's definition was kept; the saved one is different"
+_nothing = object()
+NOT_LOADED: LoadReport = {
+    "error": "",
+    "time": 0.0,
+    "ranks": 0,
+    "loaded": [],
+    "in_place": [],
+    "not_loaded": {},
+    "kept": {},
+    "holders": [],
+}
+
+
+@dataclass
+class _Source:
+    """A save as this rank reads it."""
+
+    version: str
+    facts: dict[str, Any]
+    reader: TensorReader
+    prefix: str
+    """Name of the rank whose variables are loaded, in names of tensors."""
+    header: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: str, names: list[str], anyway: bool) -> _Source:
+        """Open the latest version in `folder`.
+
+        Raises OSError, LookupError for an unknown variable, and ValueError for other releases unless `anyway` is set.
+        """
+        version = save_folder.latest_version(folder)
+        facts = save_folder.read_facts(version)
+        others = {
+            name: release for name, release in save_folder.releases().items() if facts["releases"][name] != release
+        }
+        if others and not anyway:
+            texts = [
+                f"{name} {facts['releases'][name]}, and this is {name} {release}" for name, release in others.items()
+            ]
+            raise ValueError(f"it was saved with {'; '.join(texts)}; --anyway loads it all the same")
+        if unknown := [name for name in names if name not in facts["variables"]]:
+            why = [f"{name} (left out: {facts['left_out'][name]})" for name in unknown if name in facts["left_out"]]
+            raise LookupError(f"it has no variable {', '.join(why or unknown)}")
+        reader = TensorReader(version)
+        source = dist.get_rank() if facts["ranks"] == dist.get_world_size() else 0
+        prefix = f"rank{source}"
+        return cls(version, facts, reader, prefix, pickle.loads(reader.read_bytes(f"{prefix}/{HEADER}")))
+
+    @property
+    def is_same_size(self) -> bool:
+        """True if as many ranks saved as there are now."""
+        return bool(self.facts["ranks"] == dist.get_world_size())
+
+    def choose(self, names: list[str]) -> tuple[set[str], dict[str, str]]:
+        """Return the variables to load of `names`, by default all, and the reasons for the others."""
+        names = names or [*self.facts["variables"]]
+        why = PER_RANK.format(then=self.facts["ranks"], now=dist.get_world_size())
+        kinds = self.facts["variables"]
+        left = {} if self.is_same_size else {name: why for name in names if kinds[name] == "per rank"}
+        return {name for name in names if name not in left and name in self.header["parts"]}, left
+
+    def read_storages(self) -> dict[int, torch.UntypedStorage]:
+        """Return the contents of all storages by the number of their slot."""
+        found, tensors = {}, {}
+        for number, (name, device, shape, is_sharded) in enumerate(self.header["slots"]):
+            if not is_sharded:
+                tensors[name] = torch.empty(shape, dtype=torch.uint8, device=load_device(device))
+                found[number] = tensors[name].untyped_storage()
+        self.reader.read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
+        return found
+
+    def read_sharded(self, tensors: Mapping[int, Any]) -> None:
+        """Fill DTensors, by the number of their slot."""
+        self.reader.read({self.header["slots"][number][0]: tensor for number, tensor in tensors.items()})
+
+    def unpickler(self) -> pickle.Unpickler:
+        """Return an unpickler of all variables, in the order of the header."""
+        buffers = []
+        for name, sizes in self.header["parts"].items():
+            buffers += [self.reader.read_bytes(f"{self.prefix}/{name}/{number}") for number in range(1, len(sizes))]
+        return pickle.Unpickler(io.BytesIO(self.reader.read_bytes(f"{self.prefix}/{STREAM}")), buffers=buffers)
+
+
+def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
+    """Load the variables `names`, by default all, of the latest save in `folder`; a collective of all ranks.
+
+    Modules, optimizers, schedulers and scalers that exist with the same structure are filled in place; other variables
+    are replaced. If it fails, the report has the reason, the same on all ranks, and nothing has changed.
+    """
+    try:
+        return _load(folder, names, anyway)
+    except AgreedError as error:
+        return {**NOT_LOADED, "error": str(error)}
+
+
+def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
+    source = do_on_all(lambda: _Source.open(folder, names, anyway))
+    chosen, not_loaded = source.choose(names)
+    variables = user_namespace()
+    reshard_models(variables.values())
+    structures = source.header["structures"]
+    fitting = [n for n, text in structures.items() if text and n in variables and structure_of(variables[n]) == text]
+    in_place = set.intersection(*map(set, gather_objects(fitting)))
+    loading = Loading(
+        do_on_all(source.read_storages), find_keys({name: variables[name] for name in sorted(in_place)}), chosen
+    )
+    replaced = do_on_all(lambda: _Namespace(variables))
+    try:
+        values, kept = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))
+        do_on_all(lambda: source.read_sharded(loading.sharded))
+    except BaseException:
+        replaced.restore()
+        raise
+    for step in (*loading.fills, *loading.completions):
+        step()
+    _set_gradients(values.pop(GRADIENTS), in_place & chosen, variables)
+    for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
+        if contents.use_buckets is not None:
+            contents.use_buckets(wrapper, buckets)
+    process_settings.take_over(source.header["settings"])
+    if source.is_same_size and not names:
+        contents.set_process_generators(source.header["generators"])
+    history.replace_snapshots()
+    return {
+        "error": "",
+        "time": source.facts["time"],
+        "ranks": source.facts["ranks"],
+        "loaded": sorted(values),
+        "in_place": sorted(in_place & chosen),
+        "not_loaded": not_loaded | (source.facts["left_out"] if not names else {}),
+        "kept": kept,
+        "holders": _holders_of(replaced.former_objects(), variables, {*values, *kept}),
+    }
+
+
+class _Namespace:
+    """The rank's variables, with those that a load has replaced."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self._variables, self._former = variables, dict[str, Any]()
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a variable, and keep its former value."""
+        self._former.setdefault(name, self._variables.get(name, _nothing))
+        self._variables[name] = value
+
+    def restore(self) -> None:
+        """Undo all changes."""
+        for name, value in self._former.items():
+            if value is _nothing:
+                self._variables.pop(name, None)
+            else:
+                self._variables[name] = value
+
+    def former_objects(self) -> list[Any]:
+        """Return the replaced modules and optimizers."""
+        kinds = (torch.nn.Module, torch.optim.Optimizer)
+        return [v for name, v in self._former.items() if isinstance(v, kinds) and self._variables[name] is not v]
+
+
+def _unpickle_variables(
+    source: _Source, loading: Loading, namespace: _Namespace, chosen: set[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Unpickle all variables, and set those that are chosen; return these, and the reasons for definitions kept.
+
+    Raises ValueError, with the variable's name, if one cannot be unpickled.
+    """
+    values, kept, unpickler = dict[str, Any](), dict[str, str](), source.unpickler()
+    token = save_pickler.current.set(loading)
+    try:
+        for name in source.header["parts"]:
+            try:
+                value = unpickler.load()
+            except Exception as error:
+                raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+            if name == GRADIENTS:
+                values[name] = value
+            elif name in chosen:
+                own = user_namespace().get(name, _nothing)
+                if _is_other_definition(own, value):
+                    kept[name] = DEFINED
+                    continue
+                values[name] = value
+                namespace.set(name, value)  # code of the next object may read it
+    finally:
+        save_pickler.current.reset(token)
+    return values, kept
+
+
+def _is_other_definition(own: Any, saved: Any) -> bool:
+    """Return whether `own` is a function or class of the notebook that differs from the saved one."""
+    kinds = (types.FunctionType, type)
+    if not isinstance(own, kinds) or not isinstance(saved, kinds) or own.__module__ != "__main__":
+        return False
+    return definitions.compute_digest(own) != definitions.compute_digest(saved)
+
+
+def _set_gradients(gradients: list[tuple[Any, Any]], in_place: set[str], variables: Mapping[str, Any]) -> None:
+    for name in in_place:
+        for parameter in variables[name].parameters() if isinstance(variables[name], torch.nn.Module) else ():
+            parameter.grad = None
+    for tensor, gradient in gradients:
+        tensor.grad = gradient
+
+
+def _holders_of(former: list[Any], variables: Mapping[str, Any], loaded: set[str]) -> list[str]:
+    """Return the variables that hold one of the `former` objects, which the load has replaced."""
+    if not former:
+        return []
+    ids = {id(thing) for value in former for thing in _with_parameters(value)}
+    rest = {name: value for name, value in variables_of(variables).items() if name not in loaded}
+    walk = Walk(rest, keep=True, process_wide=False).finish()
+    return sorted(
+        {path.partition(".")[0].partition("[")[0] for path, value in walk.objects.items() if id(value) in ids}
+    )
+
+
+def _with_parameters(value: Any) -> list[Any]:
+    if isinstance(value, torch.nn.Module):
+        return [value, *value.modules(), *value.parameters()]
+    return [value]

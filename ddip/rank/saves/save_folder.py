@@ -1,0 +1,118 @@
+"""The folder of a save: numbered versions, of which the latest complete one counts.
+
+    run1/save-4            complete: ddip renames it when every byte and `FACTS` are on the disk
+    run1/save-5.partial    being written, or left by a process that ended
+
+A save is complete before its folder has this name, and the former version is removed after that. So a kill at any
+moment leaves a complete version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FACTS = "save.json"
+"""File with the facts about a save, in each version."""
+COMPLETE, PARTIAL = re.compile(r"save-(\d+)"), re.compile(r"save-(\d+)\.partial")
+FORMAT = 1
+"""Version of the format; a load refuses any other."""
+
+
+def begin_version(folder: str) -> str:
+    """Create and return the folder of a new version in `folder`; remove what ended processes have left there.
+
+    Raises ValueError if `folder` has other files, and OSError.
+    """
+    home = Path(folder)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for entry in home.iterdir():
+        if PARTIAL.fullmatch(entry.name):
+            shutil.rmtree(entry)
+        elif not COMPLETE.fullmatch(entry.name):
+            raise ValueError(f"{folder} has other files, such as {entry.name}; type another name")
+    version = home / f"save-{max(_numbers(home), default=0) + 1}.partial"
+    version.mkdir(mode=0o700)
+    return str(version)
+
+
+def ensure_visible(version: str) -> None:
+    """Raise ValueError if this host does not see a folder that rank 0 has created."""
+    if not os.path.isdir(version):
+        raise ValueError(f"{Path(version).parent} is not on a file system that all hosts share; type a folder that is")
+
+
+def complete_version(version: str, facts: dict[str, Any]) -> str:
+    """Write the facts, rename the folder of a version, remove former versions, and return its new name."""
+    partial = Path(version)
+    with (partial / FACTS).open("w") as file:
+        json.dump(facts, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(partial)
+    done = partial.with_suffix("")
+    partial.rename(done)
+    _sync_folder(done.parent)
+    for number in _numbers(done.parent):
+        if (old := done.parent / f"save-{number}") != done:
+            shutil.rmtree(old, ignore_errors=True)
+    return str(done)
+
+
+def drop_version(version: str) -> None:
+    """Remove the folder of a version that failed."""
+    shutil.rmtree(version, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Path(version).parent.rmdir()  # if it has no other version
+
+
+def latest_version(folder: str) -> str:
+    """Return the folder of the latest complete version.
+
+    Raises LookupError without one, and ValueError if another user owns any of its files: loading runs code that they
+    contain.
+    """
+    home = Path(folder)
+    number = max(_numbers(home), default=None) if home.is_dir() else None
+    if number is None:
+        raise LookupError(f"there is no save in {folder}")
+    version = home / f"save-{number}"
+    for path in (home, version, *version.rglob("*")):
+        if path.lstat().st_uid != os.getuid():
+            raise ValueError(f"{path} belongs to another user, whose code a load would run; nothing was loaded")
+    return str(version)
+
+
+def read_facts(version: str) -> dict[str, Any]:
+    """Return the facts about a version; raises ValueError if they have another format."""
+    facts: dict[str, Any] = json.loads((Path(version) / FACTS).read_text())
+    if facts.get("format") != FORMAT:
+        raise ValueError(f"{version} has format {facts.get('format')}, and this ddip reads format {FORMAT}")
+    return facts
+
+
+def releases() -> dict[str, str]:
+    """Return the releases of Python and torch, on which a save may depend."""
+    return {"Python": ".".join(map(str, sys.version_info[:2])), "torch": ".".join(torch.__version__.split(".")[:2])}
+
+
+def _numbers(home: Path) -> list[int]:
+    found = (COMPLETE.fullmatch(entry.name) for entry in home.iterdir())
+    return [int(match[1]) for match in found if match]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,480 @@
+"""Pickle a rank's variables for a save, and the memory of tensors beside the pickle.
+
+    storage            a slot with its bytes; equal slots of several ranks are written once
+    DTensor            a slot with the whole tensor; each rank writes its part, and ranks of another number can read it
+    module, optimizer, scheduler, parameter, buffer
+                       pickled with the variable and the name at which they are found, so that a load can fill the
+                       objects that exist there (`open_object`) instead of making new ones
+    DDP                its module and settings; a load wraps the module again
+    fully_shard        its settings; a load shards the module again around the loaded parameters
+
+A load unpickles within a `Loading`, which has the loaded slots and the existing objects.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copyreg
+import io
+import math
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from ddip.protocol.objects import pickling
+from ddip.sharded.layout import DTensor, Layout
+
+PARALLEL_SETTINGS = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "mixed_precision",
+)
+"""Attributes of a DDP wrapper that its constructor takes under the same names."""
+COMPOSABLE = "__composable_api"
+"""Beginning of the names of a module's attributes that hold the state of ``fully_shard``."""
+NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+"""Function with which most objects are unpickled."""
+OTHER_GROUP = "it uses a process group other than the default one; create it again after the load"
+SOME_RANKS = "it holds a DeviceMesh of {size} of {world} ranks; only meshes of all ranks are saved"
+
+
+class Key(NamedTuple):
+    """The position of an object that a load may fill in place."""
+
+    variable: str
+    kind: str
+    """``module``, ``tensor`` or ``object``."""
+    name: str
+    """Name within the module; empty for the variable's value."""
+
+
+@dataclass
+class Slot:
+    """A tensor outside of the pickle, with the facts that a load needs before it can read it."""
+
+    tensor: torch.Tensor
+    """Bytes of a storage, or a DTensor."""
+    device: str
+    """Device type, with the index if it is not the rank's own device."""
+    shape: tuple[int, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """True for a DTensor."""
+        return isinstance(self.tensor, DTensor)
+
+
+class SavePickler(pickling.Pickler):
+    """The pickler of one rank's variables; `slots` has the tensors, in the order in which they were met."""
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], keys: Mapping[int, Key]) -> None:
+        super().__init__(file, buffers)
+        self._keys = keys
+        self.slots: list[Slot] = []
+        self.wrappers: list[Any] = []
+        """DDP wrappers, which a load creates in this order on all ranks."""
+        self.meshes: list[tuple[int, ...]] = []
+        """Shapes of the device meshes, which a load creates in this order on all ranks."""
+        self.leaves: list[Any] = []
+        """Tensors that may have gradients."""
+        self._known: dict[int, int] = {}
+        """Number of the slot of a storage, by the storage's ``_cdata``."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf:
+            self.leaves.append(obj)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+            return loaded_storage, (self._slot_of(obj),)
+        if isinstance(obj, DTensor):
+            return self._reduce_sharded(obj)
+        if isinstance(obj, DistributedDataParallel):
+            return self._reduce_wrapper(obj)
+        if type(obj).__name__ == "DeviceMesh" and type(obj).__module__ == "torch.distributed.device_mesh":
+            return self._reduce_mesh(obj)
+        if isinstance(obj, dist.ProcessGroup):
+            if obj is not dist.group.WORLD:
+                raise pickle.PicklingError(OTHER_GROUP)
+            return default_group, ()
+        if isinstance(obj, DistributedSampler) and type(obj).__reduce_ex__ is object.__reduce_ex__:
+            make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
+            is_own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
+            return make, args, (is_own, state), None, None, fill_sampler
+        key = self._keys.get(id(obj))
+        if key is not None:
+            return self._reduce_keyed(obj, key)
+        if is_fully_sharded(obj):
+            return self._reduce_fully_sharded(obj)
+        return super().reducer_override(obj)
+
+    def memory_of(self, storage: Any) -> Any:
+        raise AssertionError("the memory of a storage is in a slot")
+
+    def on_cpu(self, obj: Any) -> Any:
+        """Return `obj` itself: slots may be on any device."""
+        return obj
+
+    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
+        place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+        storage = self._shared_storage(tensor.untyped_storage())
+        return saved_tensor, (storage, tensor.dtype, *place, tensor.requires_grad)
+
+    def _slot_of(self, storage: torch.UntypedStorage) -> int:
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = len(self.slots)
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            self.slots.append(Slot(flat, _device_text(storage.device), tuple(flat.shape)))
+        return self._known[storage._cdata]
+
+    def _reduce_sharded(self, tensor: Any) -> tuple[Any, ...]:
+        layout = Layout.of(tensor)
+        whole = tensor.detach()
+        self.slots.append(Slot(whole, _device_text(tensor.to_local().device), layout.whole))
+        args = (len(self.slots) - 1, layout.whole, tensor.dtype, tensor.device_mesh, layout.placements)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        key = self._keys.get(id(tensor))
+        return sharded_tensor, (key, *args, is_parameter, tensor.requires_grad)
+
+    def _reduce_wrapper(self, wrapper: Any) -> tuple[Any, ...]:
+        if wrapper.process_group is not dist.group.WORLD:
+            raise pickle.PicklingError(OTHER_GROUP)
+        self.wrappers.append(wrapper)
+        settings = {name: getattr(wrapper, name) for name in PARALLEL_SETTINGS if hasattr(wrapper, name)}
+        settings["device_ids"] = None if not wrapper.device_ids else ["own"]
+        settings["output_device"] = None
+        settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1 << 20)
+        return parallel_wrapper, (
+            self._keys.get(id(wrapper)),
+            wrapper.module,
+            settings,
+            wrapper._comm_hooks,
+            wrapper.training,
+        )
+
+    def _reduce_mesh(self, mesh: Any) -> tuple[Any, ...]:
+        shape, world = tuple(mesh.mesh.shape), dist.get_world_size()
+        if mesh.mesh.numel() != world:
+            root = _root_of(mesh)
+            if root.mesh.numel() != world or not mesh.mesh_dim_names:
+                raise pickle.PicklingError(SOME_RANKS.format(size=mesh.mesh.numel(), world=world))
+            return part_of_mesh, (root, mesh.mesh_dim_names)
+        self.meshes.append(shape)
+        return device_mesh, (mesh.device_type, shape, mesh.mesh_dim_names)
+
+    def _reduce_keyed(self, obj: Any, key: Key) -> Any:
+        if isinstance(obj, torch.Tensor):
+            make, args, *_ = self._plain_reduce(obj)
+            return open_tensor, (key, make, args)
+        if is_fully_sharded(obj):
+            return self._reduce_fully_sharded(obj)
+        made = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if made[0] is not NEW_OBJECT or made[3:] not in ((), (None, None)):
+            return super().reducer_override(obj)  # its class decides how it is pickled
+        state = made[2]
+        if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
+            state = _without_sharding(state)
+        return open_object, (key, made[0], made[1]), (key, state), None, None, fill_object
+
+    def _plain_reduce(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is torch.Tensor and pickling._is_plain(tensor):
+            return self._reduce_tensor(tensor)
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+    def _reduce_fully_sharded(self, module: Any) -> tuple[Any, ...]:
+        own = _without_sharding(module.__dict__)
+        state = module._get_fsdp_state()
+        group = getattr(state, "_fsdp_param_group", None)
+        settings: dict[str, Any] = {"mesh": None}
+        if group is not None:
+            settings = {
+                "mesh": group.mesh_info.mesh,
+                "reshard_after_forward": group.post_forward_mesh_info is not None,
+                "mp_policy": group.mp_policy,
+                "offload_policy": group.offload_policy,
+            }
+        key, kind = self._keys.get(id(module)), type(module).__bases__[1]
+        return open_object, (key, NEW_OBJECT, (kind,)), (key, own, settings), None, None, fill_sharded
+
+
+def _root_of(mesh: Any) -> Any:
+    """Return the mesh of which `mesh` is a part, as ``mesh["data"]`` is; a mesh that is no part is its own."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.10
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _without_sharding(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes without those of ``fully_shard``, which refer to the group's shards."""
+    found = {name: value for name, value in state.items() if not name.startswith(COMPOSABLE)}
+    for name, hooks in state.items():
+        if name.endswith(pickling.HOOKS) and isinstance(hooks, dict) and hooks:
+            found[name] = type(hooks)((number, hook) for number, hook in hooks.items() if not _is_of_sharding(hook))
+    return found
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Return whether a hook belongs to ``fully_shard``, which adds it again."""
+    function = getattr(hook, "hook", hook)  # in torch's _WrappedHook
+    function = getattr(function, "func", function)
+    owner = getattr(function, "__self__", None)
+    return "fsdp" in type(owner).__module__ or "fsdp" in str(getattr(function, "__module__", ""))
+
+
+def is_fully_sharded(obj: Any) -> bool:
+    return isinstance(obj, torch.nn.Module) and hasattr(obj, "_get_fsdp_state")
+
+
+def _device_text(device: torch.device) -> str:
+    """Return the device's type, and its index if it is not the current device of its type."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return device.type
+    return str(device)
+
+
+def load_device(text: str) -> torch.device:
+    """Return the device on which to load a tensor of the device `text`: the CPU if this rank lacks it."""
+    device = torch.device(text)
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if text == "cuda" else device
+
+
+# -- loading
+
+
+@dataclass
+class Loading:
+    """The state of one load while its pickle is read."""
+
+    storages: Mapping[int, torch.UntypedStorage]
+    """Loaded storages by the number of their slot."""
+    existing: Mapping[Key, Any]
+    """Objects that are used instead of new ones."""
+    chosen: Collection[str]
+    """Names of the variables to load; existing objects of others stay as they are."""
+    sharded: dict[int, Any] = field(default_factory=dict)
+    """DTensors to read, by the number of their slot."""
+    fills: list[Callable[[], object]] = field(default_factory=list)
+    """Changes of existing objects, made when everything could be loaded."""
+    completions: list[Callable[[], object]] = field(default_factory=list)
+    """Steps on new objects, made when everything could be loaded."""
+    wrappers: list[Any] = field(default_factory=list)
+    """DDP wrappers, in the order in which they were saved."""
+
+    def fill_later(self, key: Key, step: Callable[[], object]) -> None:
+        """Fill the existing object at `key` by `step` when everything could be loaded."""
+        if key.variable in self.chosen:
+            self.fills.append(step)
+
+
+current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
+
+
+def loaded_storage(slot: int) -> Any:
+    """Return the loaded storage of a slot."""
+    return current.get().storages[slot]
+
+
+def saved_tensor(
+    storage: Any, dtype: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> Any:
+    """Rebuild a tensor on the device of its storage."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def default_group() -> Any:
+    """Return the default process group."""
+    return dist.group.WORLD
+
+
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
+    """Create a mesh of all ranks; a mesh of one dimension has as many as there are now."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    now = dist.get_world_size()
+    if len(shape) == 1:
+        shape = (now,)
+    elif math.prod(shape) != now:
+        raise ValueError(f"it has a mesh of {' x '.join(map(str, shape))} ranks, and there are {now}")
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def part_of_mesh(root: Any, names: tuple[str, ...]) -> Any:
+    """Return the part of a mesh with these dimensions."""
+    return root[names if len(names) > 1 else names[0]]
+
+
+def sharded_tensor(
+    key: Key | None,
+    slot: int,
+    whole: tuple[int, ...],
+    dtype: torch.dtype,
+    mesh: Any,
+    placements: tuple[Any, ...],
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Any:
+    """Return a DTensor whose values are read later: a new one, or a new value for an existing one."""
+    loading = current.get()
+    old = loading.existing.get(key) if key is not None else None
+    layout = Layout(whole, placements, mesh) if old is None else Layout.of(old)
+    new = layout.tensor(torch.zeros(layout.place.shape, dtype=dtype, device=layout.mesh.device_type))
+    loading.sharded[slot] = new.detach()
+    new.requires_grad_(requires_grad)
+    if old is not None and key is not None:
+        loading.fill_later(key, lambda: _fill_tensor(old, new))
+        return old
+    return torch.nn.Parameter(new, requires_grad) if is_parameter else new
+
+
+def parallel_wrapper(
+    key: Key | None, module: Any, settings: dict[str, Any], hooks: list[tuple[Any, Any]], training: bool
+) -> Any:
+    """Return the existing wrapper, or wrap `module` in DDP again."""
+    loading = current.get()
+    wrapper = loading.existing.get(key) if key is not None else None
+    if wrapper is None:
+        if settings["device_ids"] is not None:
+            settings["device_ids"] = [torch.cuda.current_device()] if torch.cuda.is_available() else None
+        wrapper = DistributedDataParallel(module, init_sync=False, **settings)
+        for state, hook in ((state, hook) for hook, state in hooks):
+            wrapper.register_comm_hook(state, hook)
+        wrapper.train(training)
+    loading.wrappers.append(wrapper)
+    return wrapper
+
+
+def fill_sampler(sampler: Any, state: tuple[bool, dict[str, Any]]) -> None:
+    """Set a sampler's attributes. One that drew the saving rank's part of the data draws this rank's part."""
+    is_own, attributes = state
+    vars(sampler).update(attributes)
+    if is_own:
+        ranks, count = dist.get_world_size(), len(sampler.dataset)
+        sampler.rank, sampler.num_replicas = dist.get_rank(), ranks
+        sampler.num_samples = count // ranks if sampler.drop_last else -(-count // ranks)
+        sampler.total_size = sampler.num_samples * ranks
+
+
+def open_object(key: Key | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the existing object at `key`, or a new one without state."""
+    existing = current.get().existing
+    return existing[key] if key is not None and key in existing else make(*args)
+
+
+def open_tensor(key: Key, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the existing tensor at `key`, which gets the values of the loaded one later, or the loaded one."""
+    loading, new = current.get(), make(*args)
+    if key not in loading.existing:
+        return new
+    old = loading.existing[key]
+    loading.fill_later(key, lambda: _fill_tensor(old, new))
+    return old
+
+
+def _fill_tensor(old: Any, new: Any) -> None:
+    with torch.no_grad():
+        old.copy_(new)
+        old.requires_grad_(new.requires_grad)
+
+
+def fill_object(obj: Any, state: tuple[Key, Any]) -> None:
+    """Set the state of an object: of a new one now, of an existing one later, without its parts and hooks."""
+    key, saved = state
+    loading = current.get()
+    if key not in loading.existing:
+        _set_state(obj, saved)
+    elif isinstance(obj, torch.nn.Module):
+        loading.fill_later(key, lambda: _fill_module(obj, saved))
+    else:
+        loading.fill_later(key, lambda: _set_state(obj, saved))
+
+
+def _set_state(obj: Any, state: Any) -> None:
+    """Set the state of an object as unpickling does."""
+    if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
+        pickling.fill_module(obj, state)
+        return
+    if hasattr(obj, "__setstate__"):
+        obj.__setstate__(state)
+        return
+    own, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    vars(obj).update(own or {})
+    for name, value in (slots or {}).items():
+        setattr(obj, name, value)
+
+
+def _fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Set the attributes of a module, except its parts, which are filled themselves, and its hooks."""
+    kept = {name for name in state if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")}
+    kept |= {name for name in state if "_hooks_" in name or name == "_is_full_backward_hook"}
+    vars(module).update({name: value for name, value in state.items() if name not in kept})
+
+
+def fill_sharded(module: Any, state: tuple[Key | None, dict[str, Any], dict[str, Any]]) -> None:
+    """Set the state of a module of ``fully_shard``; a new one is sharded when everything could be loaded."""
+    key, own, settings = state
+    loading = current.get()
+    if key is not None and key in loading.existing:
+        loading.fill_later(key, lambda: _fill_module(module, own))
+        return
+    _set_state(module, own)
+    loading.completions.append(lambda: _shard_again(module, settings))
+
+
+def _shard_again(module: Any, settings: dict[str, Any]) -> None:
+    """Call ``fully_shard`` on a module whose parameters are sharded already, and keep these parameters.
+
+    torch shards a parameter without memory; ``fully_shard`` takes a parameter that was set afterwards as it is.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    blanks: dict[int, torch.nn.Parameter] = {}
+    places = []
+    for part in _parts_to_shard(module):
+        for name, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor):
+                places.append((part, name, parameter))
+                if id(parameter) not in blanks:
+                    blank = _without_memory(parameter, settings["mesh"])
+                    blanks[id(parameter)] = torch.nn.Parameter(blank, parameter.requires_grad)
+                part._parameters[name] = blanks[id(parameter)]
+    fully_shard(module, **settings)
+    for part, name, parameter in places:
+        part._parameters[name] = parameter
+
+
+def _without_memory(parameter: Any, mesh: Any) -> torch.Tensor:
+    """Return a tensor without memory for ``fully_shard`` to shard over `mesh`, with the placements of other meshes."""
+    of_parameter = parameter.device_mesh
+    if mesh is None or mesh.ndim == of_parameter.ndim:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    names = tuple(name for name in of_parameter.mesh_dim_names if name not in mesh.mesh_dim_names)
+    rest = part_of_mesh(of_parameter, names)
+    placements = tuple(parameter.placements[of_parameter.mesh_dim_names.index(name)] for name in names)
+    shape = Layout(tuple(parameter.shape), placements, rest).place.shape
+    part = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    whole: torch.Tensor = DTensor.from_local(
+        part, rest, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return whole
+
+
+def _parts_to_shard(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield `module` and its parts, without those that are sharded on their own."""
+    yield module
+    for part in module.children():
+        if not is_fully_sharded(part):
+            yield from _parts_to_shard(part)

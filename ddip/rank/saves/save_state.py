@@ -1,0 +1,266 @@
+"""Save the variables of all ranks to a folder (``%dipsave``): a collective between two cells, or between two steps.
+
+    pack      each rank pickles its variables with one memo; variables that cannot be pickled are left out
+    compare   the ranks find which variables and tensors are equal on all of them
+    write     tensors equal on all ranks once, sharded ones in parts, others per rank (`tensor_files`)
+    commit    rank 0 gives the complete version its name (`save_folder`)
+
+In the background, tensors are copied first, and a thread of each rank writes them. It leaves a file with its result;
+the thread of rank 0 waits for these files, and commits. Threads use no collectives.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddip.protocol.reports import SaveReport
+from ddip.rank.objects.checksum import tensor_checksums
+from ddip.rank.runtime import process_settings
+from ddip.rank.saves import save_folder
+from ddip.rank.saves.agreement import (
+    AgreedError,
+    Digests,
+    classify_variables,
+    digest_variables,
+    do_on_all,
+    gather_objects,
+)
+from ddip.rank.saves.save_pickler import Slot
+from ddip.rank.saves.tensor_files import TensorWriter
+from ddip.rank.saves.variables import Packed, choose_variables, pack_variables, reshard_models, structure_of
+from ddip.sharded import contents
+from ddip.sharded.layout import DTensor
+
+HEADER, STREAM = "header", "stream"
+"""Names of two tensors of bytes of each rank: the pickled header, and the pickles of all variables."""
+POLL_SECONDS = 0.02
+_running: list[_Background] = []
+"""The save that threads write, or the last one."""
+
+
+@dataclass
+class _Facts:
+    """What a rank tells the others about its part of a save."""
+
+    names: list[str]
+    imports: list[str]
+    left_out: dict[str, str]
+    digests: Digests
+    sums: list[tuple[int, int | None]]
+    """Size and checksum of each plain tensor."""
+    shards: list[Any]
+    """Shape and type of each sharded tensor."""
+    collectives: list[Any]
+    """DDP models and device meshes, which a load creates on all ranks together."""
+
+
+def save_variables(folder: str, names: list[str], background: bool) -> SaveReport:
+    """Save the variables `names`, by default all, to `folder`; a collective of all ranks.
+
+    With `background`, tensors are copied, and threads write them; `background_save` returns how that ended. If it
+    fails, the report has the reason, the same on all ranks, and the former save of the folder stays.
+    """
+    try:
+        return _save(folder, names, background)
+    except AgreedError as error:
+        return {"error": str(error), "size": 0, "variables": {}, "left_out": {}, "seconds": 0.0}
+
+
+def _save(folder: str, names: list[str], background: bool) -> SaveReport:
+    began = time.monotonic()
+    wait_for_background()
+    generators = contents.process_generators()
+    variables = do_on_all(lambda: choose_variables(names))
+    reshard_models(variables.values())
+    packed = do_on_all(lambda: pack_variables(variables))
+    ranks = gather_objects(_describe_part(variables, packed))
+    slots = do_on_all(lambda: _name_slots(packed, ranks))
+    buckets = [contents.buckets_of(wrapper) if contents.buckets_of else [] for wrapper in packed.pickler.wrappers]
+    tensors = {name: slot.tensor for name, slot in slots.items()}
+    header = {
+        "parts": {name: pickled.sizes for name, pickled in packed.pickled.items()},
+        "slots": [(name, slot.device, slot.shape, slot.is_sharded) for name, slot in slots.items()],
+        "structures": {name: structure_of(value) for name, value in variables.items() if name in packed.pickled},
+        "collectives": ranks[0].collectives,
+        "buckets": buckets,
+        "generators": generators,
+        "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.CARRIED},
+    }
+    tensors |= _stream_tensors(header, packed)
+    if background:
+        tensors = {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
+    sizes = gather_objects({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    kinds = classify_variables(
+        list(dict.fromkeys(name for rank in ranks for name in rank.names)),
+        [rank.digests for rank in ranks],
+        ranks[0].imports,
+    )
+    left_out = {name: why for rank in ranks for name, why in rank.left_out.items()}
+    summary = {
+        "format": save_folder.FORMAT,
+        "releases": save_folder.releases(),
+        "time": time.time(),
+        "ranks": dist.get_world_size(),
+        "variables": kinds,
+        "left_out": left_out,
+    }
+    version = _begin_version(folder)
+    try:
+        writer = TensorWriter(tensors, version)
+        if background:
+            _running[:] = [_Background(writer, version, summary)]
+        else:
+            _write_version(writer, version, summary)
+    except BaseException:
+        if dist.get_rank() == 0:
+            save_folder.drop_version(version)
+        raise
+    size = sum({name: size for of_rank in sizes for name, size in of_rank.items()}.values())
+    seconds = time.monotonic() - began
+    return {"error": "", "size": size, "variables": kinds, "left_out": left_out, "seconds": seconds}
+
+
+def _describe_part(variables: dict[str, Any], packed: Packed) -> _Facts:
+    slots = packed.pickler.slots
+    plain = [slot.tensor for slot in slots if not slot.is_sharded]
+    return _Facts(
+        names=[name for name in packed.pickled if name in variables],
+        imports=[name for name, value in variables.items() if isinstance(value, ModuleType)],
+        left_out=packed.left_out,
+        digests=digest_variables(),
+        sums=[(tensor.numel(), sum_) for tensor, sum_ in zip(plain, tensor_checksums(plain), strict=True)],
+        shards=[(slot.shape, str(slot.tensor.dtype)) for slot in slots if slot.is_sharded],
+        collectives=[len(packed.pickler.wrappers), packed.pickler.meshes],
+    )
+
+
+def _name_slots(packed: Packed, ranks: list[_Facts]) -> dict[str, Slot]:
+    """Return the slots by name; all ranks have the same name for a sharded tensor, and for an equal one.
+
+    Raises ValueError if the ranks have different sharded tensors, DDP models or device meshes.
+    """
+    own = ranks[dist.get_rank()]
+    if any(rank.shards != own.shards or rank.collectives != own.collectives for rank in ranks):
+        raise ValueError("the ranks have different sharded tensors, DDP models or device meshes; give all the same")
+    found: dict[str, Slot] = {}
+    plain = sharded = 0
+    for slot in packed.pickler.slots:
+        if slot.is_sharded:
+            found[f"sharded/{sharded}"] = slot
+            sharded += 1
+        else:
+            is_equal = all(rank.sums[plain : plain + 1] == own.sums[plain : plain + 1] for rank in ranks)
+            found[f"equal/{plain}" if is_equal else f"rank{dist.get_rank()}/{plain}"] = slot
+            plain += 1
+    return found
+
+
+def _stream_tensors(header: dict[str, Any], packed: Packed) -> dict[str, torch.Tensor]:
+    """Return the header, the pickles, and each buffer that the pickles refer to, as tensors of bytes."""
+    stream = b"".join(pickled.parts[0] for pickled in packed.pickled.values())
+    parts: dict[str, Any] = {HEADER: pickle.dumps(header), STREAM: stream}
+    for name, pickled in packed.pickled.items():
+        parts |= {f"{name}/{number}": part for number, part in enumerate(pickled.parts) if number}
+    prefix = f"rank{dist.get_rank()}"
+    return {f"{prefix}/{name}": torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.clone()  # type: ignore[no-any-return]
+    return tensor.to("cpu", copy=True)
+
+
+def _begin_version(folder: str) -> str:
+    """Create the folder of a new version on rank 0, and return it on all ranks, which must see it."""
+    version = do_on_all(lambda: save_folder.begin_version(folder) if dist.get_rank() == 0 else "")
+    version = gather_objects(version)[0]
+    do_on_all(lambda: save_folder.ensure_visible(version))
+    return version
+
+
+def _write_version(writer: TensorWriter, version: str, summary: dict[str, Any]) -> None:
+    results = gather_objects(do_on_all(writer.write))
+    do_on_all(lambda: _commit(writer, version, summary, results) if dist.get_rank() == 0 else None)
+
+
+def _commit(writer: TensorWriter, version: str, summary: dict[str, Any], results: list[Any]) -> None:
+    writer.finish(results)
+    save_folder.complete_version(version, summary)
+
+
+# -- in the background
+
+
+class _Background(threading.Thread):
+    """Thread that writes this rank's part; on rank 0, it waits for all parts and commits the save."""
+
+    def __init__(self, writer: TensorWriter, version: str, summary: dict[str, Any]) -> None:
+        super().__init__(name="ddip-save", daemon=True)
+        self._writer, self._version, self._summary = writer, version, summary
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.error = ""
+        """Reason why the save failed; empty while it runs, and if it is complete."""
+        self.written, self.abandoned = threading.Event(), False
+        self.start()
+
+    def run(self) -> None:
+        """Write the part, and commit on rank 0."""
+        try:
+            result: Any = self._writer.write()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error} (on rank {self._rank})"
+        try:
+            self._finish(result)
+        except Exception as error:
+            self.error = self.error or f"{type(error).__name__}: {error}"
+        self.written.set()
+        if self._rank == 0 and self.error:
+            save_folder.drop_version(self._version)
+
+    def _finish(self, result: Any) -> None:
+        done = Path(self._version) / f"part-{self._rank}.done"
+        new = done.with_suffix(".new")
+        new.write_bytes(pickle.dumps(result))
+        new.rename(done)
+        self.written.set()
+        if self._rank:
+            self.error = result if isinstance(result, str) else ""
+            return
+        files = [done.with_name(f"part-{rank}.done") for rank in range(self._ranks)]
+        while not all(file.exists() for file in files):
+            if self.abandoned:
+                raise RuntimeError("a rank ended before it had written its part")
+            time.sleep(POLL_SECONDS)
+        results = [pickle.loads(file.read_bytes()) for file in files]
+        for file in files:
+            file.unlink()
+        self.error = next((result for result in results if isinstance(result, str)), "")
+        if self.error:
+            return
+        _commit(self._writer, self._version, self._summary, results)
+
+
+def background_save() -> tuple[bool, str]:
+    """Return whether this rank still writes a save in the background, and why the last one failed, or ""."""
+    thread = _running[0] if _running else None
+    return (False, "") if thread is None else (thread.is_alive(), thread.error)
+
+
+def wait_for_background() -> None:
+    """Wait until the former save is complete, on all ranks; give it up if a rank that wrote a part has ended."""
+    for thread in _running:
+        thread.written.wait()
+    gather_objects(None)
+    for thread in _running:
+        thread.abandoned = True  # every part that will be written is there
+        thread.join()
