@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ddip.group.group import Group
     from ddip.group.members.placement import HostRequest, Request
     from ddip.group.session import current_group
+    from ddip.sharded.save_points import save_point
     from ddip.sharded.state import dist_state
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "dist_state",
     "in_torchddp",
     "load_ipython_extension",
+    "save_point",
     "unload_ipython_extension",
 ]
 __version__ = "0.1.0"
@@ -113,6 +115,7 @@ _HOME = {
     "current_group": "ddip.group.session",
     "dist_state": "ddip.sharded.state",
     "in_torchddp": "ddip.call.torchddp",
+    "save_point": "ddip.sharded.save_points",
 }
 """The module that defines each public name; names that are not listed are exceptions from ``ddip.errors``."""
 

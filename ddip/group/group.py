@@ -17,8 +17,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -29,7 +29,7 @@ from ddip.cluster import devices
 from ddip.cluster.cluster_api import Cluster
 from ddip.cluster.processes import ownership
 from ddip.cluster.reach import Reach
-from ddip.errors import BadInput, GroupError, RequestInterrupted, TransferError, ranks_text
+from ddip.errors import BadInput, GroupError, RequestInterrupted, ranks_text
 from ddip.group import repair, status, stopping
 from ddip.group.cells import logs
 from ddip.group.cells.cell import Cell
@@ -46,7 +46,7 @@ from ddip.group.members.members import Member
 from ddip.group.members.placement import GroupSpec, HostRequest, Request
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import model_layout as shards
-from ddip.group.objects import modules, transfer
+from ddip.group.objects import modules, saves, transfer
 from ddip.group.objects.modules import Modules, ModulesPushed
 from ddip.group.objects.transfer import Transferred
 from ddip.group.options import Options
@@ -68,7 +68,7 @@ from ddip.protocol import on_rank
 from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.reports import LoadReport, SaveReport
+from ddip.protocol.reports import LoadReport, SaveReport, SaveStatus
 from ddip.protocol.status_types import Status
 from ddip.settings import DEFAULTS
 
@@ -89,6 +89,8 @@ KEEP_FRAMES = (
 )
 END_SECONDS = 5.0
 """Time for a background cell to end after it was stopped at its prompt."""
+POINT_SECONDS = 0.2
+"""Time between two looks whether a loop has reached a point at which it saves."""
 ASKING = "asking the ranks was interrupted"
 
 
@@ -166,6 +168,7 @@ class Group:
     ) -> None:
         limits = timeout, collect, spawn, failure_grace, stall_timeout, keep_frames
         self.options = Options(*limits, display or DisplayOptions())
+        self._saved_at = 0.0
         """Settings that may be changed at any time; they apply to later steps."""
         self.history = history or History()
         """Cells of this group and of the groups before it."""
@@ -732,6 +735,8 @@ class Group:
             asked["break_on"] = list(placement.check_ranks(break_on, self.world_size, "break_on"))
         if self.options.keep_frames:
             asked["keep_frames"] = True
+        if self.options.saves is not None:
+            asked["saves"] = self.options.saves
         if code.lstrip().startswith(DEBUG):
             asked["debugs"] = True
         if (script := find_script(code)) is not None:
@@ -1006,14 +1011,9 @@ class Group:
         RequestInterrupted
             If the user pressed the stop button; an earlier save stays.
         """
-        path = os.path.abspath(os.path.expanduser(folder))
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            call = on_rank.save_variables(path, list(names), background)
-            report = self.ranks.ask(range(self.world_size), call, release=self._parts.manager.release)[0]
-        if report["error"]:
-            raise TransferError(f"nothing was saved: {report['error']}")
-        return report
+            return saves.save_variables(self._parts.manager, self.ranks, folder, names, background)
 
     def load(self, folder: str, names: Sequence[str] = (), *, anyway: bool = False) -> LoadReport:
         """Load saved variables into all ranks. Loading runs code that the files contain.
@@ -1045,15 +1045,78 @@ class Group:
         RequestInterrupted
             If the user pressed the stop button.
         """
-        path = os.path.abspath(os.path.expanduser(folder))
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            call = on_rank.load_variables(path, list(names), anyway)
-            reports = self.ranks.ask(range(self.world_size), call, release=self._parts.manager.release)
-        if reports[0]["error"]:
-            raise TransferError(f"nothing was loaded: {reports[0]['error']}")
+            report = saves.load_variables(self._parts.manager, self.ranks, folder, names, anyway)
         self.history.changes.append(Change(f"%dipload loaded {folder}"))
-        return reports[0]
+        return report
+
+    def save_every(self, seconds: float | None, folder: str = "", names: Sequence[str] = ()) -> None:
+        """Save the variables regularly, where cells from now on call ``ddip.save_point``; see also `save_if_due`.
+
+        Parameters
+        ----------
+        seconds
+            Least time between two saves. None: no more saves.
+        folder, names
+            As for `save`.
+        """
+        schedule = saves.schedule_of(folder, names, seconds) if seconds is not None else None
+        self.options.saves, self._saved_at = schedule, time.monotonic()
+
+    def save_if_due(self) -> SaveReport | None:
+        """Save in the background between two cells if `save_every` asks for it, and no cell runs.
+
+        Returns
+        -------
+        SaveReport | None
+            Result of the save; None if none was due.
+
+        Raises
+        ------
+        TransferError, GroupError, RequestInterrupted
+            As for `save`.
+        """
+        due = self.options.saves
+        everyone = range(self.world_size)
+        if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._parts.cells.active_on(everyone):
+            return None
+        self._saved_at = time.monotonic()
+        return self.save(due["folder"], due["names"], background=True)
+
+    def save_before_end(self, seconds: float) -> bool:
+        """Save now as `save_every` asks for, at the next point of the cell that runs, as a scheduler ends the job soon.
+
+        May be called in any thread.
+
+        Parameters
+        ----------
+        seconds
+            Longest wait for a point.
+
+        Returns
+        -------
+        bool
+            True if the save is complete.
+        """
+        due, end, everyone = self.options.saves, time.monotonic() + seconds, range(self.world_size)
+        if due is None:
+            return False
+        if self._parts.cells.active_on(everyone):
+            before = self._save_status()["points"]
+            self.ranks.call_on_control_channel(everyone, on_rank.request_save(), seconds=NAME_SECONDS)
+            while self._parts.cells.active_on(everyone) and time.monotonic() < end:
+                if self._save_status()["points"] > before:
+                    return True
+                time.sleep(POINT_SECONDS)
+            if time.monotonic() >= end:
+                return False
+        self.save(due["folder"], due["names"])
+        return True
+
+    def _save_status(self) -> SaveStatus:
+        answer = self.ranks.call_on_control_channel([0], on_rank.describe_saves(), seconds=NAME_SECONDS)[0]
+        return answer or {"points": 0, "writing": False, "error": ""}
 
     def report_faults(self) -> None:
         """Rebuild the process group after a fault, and print which variables differ, if all ranks are free.

@@ -2,45 +2,85 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments
 
-from ddip.errors import BadInput
+from ddip.errors import BadInput, DdipError
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.group_magics import GroupMagics
 from ddip.output.tables.tables import size_text
 
+if TYPE_CHECKING:
+    from ddip.notebook.magics import DipMagics
+
 SHOWN_NAMES = 8
+WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
+"""Signals with which a scheduler announces that it ends the notebook soon."""
+POINT_SECONDS = 3600.0
+"""Longest wait for a point at which the running loop saves; the scheduler ends the process before that."""
 
 
 @magics_class
 class SaveMagics(GroupMagics):
     """The magics that save and load the ranks' variables."""
 
+    def __init__(self, main: DipMagics) -> None:
+        super().__init__(main)
+        self._former: dict[int, Any] = {}
+        """Handlers of the signals that a scheduler sends, while ddip handles them."""
+        self._is_last = False
+        """True when the notebook ends with the next SIGTERM, as the save before it is over."""
+
     @with_examples(
         "%dipsave run1                save all variables of the ranks",
         "%dipsave run1 model opt      save some",
         "%dipsave run1 --bg           train on while threads write the files",
+        "%dipsave run1 --every 10m    save after cells, and at ddip.save_point() in loops",
+        "%dipsave --stop              end that",
     )
     @magic_arguments()
     @argument("folder", nargs="?", help="Folder to create, or of an earlier save, which is replaced.")
     @argument("names", nargs="*", help="Variables of the ranks; default: all.")
     @argument("--bg", action="store_true", help="Copy the tensors to the CPU, and write them in the background.")
+    @argument(
+        "--every",
+        metavar="TIME",
+        help="Save after cells and at ddip.save_point(), at least this far apart: 90s, 10m or 1h.",
+    )
+    @argument("--stop", action="store_true", help="End --every.")
     @line_magic
     def dipsave(self, line: str = "") -> None:
         """Save the variables of all ranks: models, optimizers, schedulers, random states and other objects.
 
         %dipload continues from there in another session, also on another number of ranks. Variables that cannot be
         saved, such as iterators and open files, are named. An earlier save is removed when the new one is complete.
+        With --every, ddip also saves when the notebook gets SIGTERM or SIGUSR1, with which schedulers warn.
         """
         args = arguments.parse_line(self.dipsave, "%dipsave", line)
         group = self._main.require_group("%dipsave")
-        folder = _checked_folder(args.folder, "%dipsave")
-        report = group.save(folder, arguments.variable_names(args.names, "%dipsave"), background=args.bg)
+        if args.stop:
+            if args.folder or args.every or args.bg:
+                raise BadInput(f"%dipsave {line.strip()}: --stop stands alone")
+            self._end_schedule()
+            return
+        folder, names = _checked_folder(args.folder, "%dipsave"), arguments.variable_names(args.names, "%dipsave")
+        if args.every is not None:
+            seconds = _parse_time(args.every)
+            group.save_every(seconds, folder, names)
+            self._begin_schedule()
+            self._main.confirm_done(f"saves to {folder} every {args.every}; %dipsave --stop ends it")
+            return
+        report = group.save(folder, names, background=args.bg)
         count = len(report["variables"])
         how = "writing" if args.bg else "saved"
         self._main.confirm_done(
@@ -76,6 +116,64 @@ class SaveMagics(GroupMagics):
         if report["holders"]:
             names = _list_names(report["holders"])
             print(f"ddip: {names}: holds a model or optimizer from before the load; run its cell again")
+
+    # -- saves by schedule
+
+    def _begin_schedule(self) -> None:
+        if not self._former:
+            self.shell.events.register("post_run_cell", self._after_cell)
+            if threading.current_thread() is threading.main_thread():
+                for number in WARNINGS:
+                    self._former[number] = signal.signal(number, self._handle_warning)
+
+    def _end_schedule(self) -> None:
+        if self._main.group is not None and self._main.group.alive:
+            self._main.group.save_every(None)
+        if self._former:
+            self.shell.events.unregister("post_run_cell", self._after_cell)
+            for number, handler in self._former.items():
+                signal.signal(number, handler)
+            self._former.clear()
+
+    def close(self) -> None:
+        """End the schedule when the extension is unloaded."""
+        self._end_schedule()
+
+    def _after_cell(self, result: Any) -> None:
+        group = self._main.group
+        if group is None or not group.alive:
+            return
+        try:
+            group.save_if_due()
+        except DdipError as error:
+            print(f"ddip: {error}")
+
+    def _handle_warning(self, number: int, frame: FrameType | None) -> None:
+        if self._is_last:
+            self._end_schedule()
+            os.kill(os.getpid(), number)
+        else:
+            threading.Thread(target=self._save_before_end, args=(number,), daemon=True).start()
+
+    def _save_before_end(self, number: int) -> None:
+        """Save, then end the notebook if it was asked to end."""
+        group = self._main.group
+        try:
+            if group is not None and group.alive:
+                group.save_before_end(POINT_SECONDS)
+        except DdipError as error:
+            print(f"ddip: {error}")
+        if number == signal.SIGTERM:
+            self._is_last = True
+            os.kill(os.getpid(), number)
+
+
+def _parse_time(typed: str) -> float:
+    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``; raise BadInput for other texts."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", typed)
+    if not found or not float(found[1]):
+        raise BadInput(f"--every {typed}: type a time, such as --every 90s, --every 10m or --every 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _checked_folder(typed: str | None, magic: str) -> str:

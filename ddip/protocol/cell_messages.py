@@ -50,6 +50,16 @@ class ScriptFile(TypedDict):
     """SHA-256 of the script in hexadecimal digits; empty for a module (``-m``), which only the ranks look for."""
 
 
+class SaveSchedule(TypedDict):
+    """The saves that ``%dipsave --every`` has asked for."""
+
+    folder: str
+    names: list[str]
+    """Variables to save; empty: all."""
+    seconds: float
+    """Least time between two saves."""
+
+
 class CellOptions(TypedDict, total=False):
     """Facts about a cell that a rank needs besides its code."""
 
@@ -75,6 +85,8 @@ class CellOptions(TypedDict, total=False):
     """Ranks on which ``breakpoint()`` stops; missing: all."""
     profile: str
     """Folder for the traces of a profile."""
+    saves: SaveSchedule
+    """Saves at the points that the cell marks with ``ddip.save_point``; missing: none."""
     script: ScriptFile
     """Script that the cell runs; missing unless it is a ``%diprun`` cell."""
 

@@ -37,6 +37,7 @@ from ddip.protocol.reports import (
     ProfileReport,
     PushResult,
     SaveReport,
+    SaveStatus,
     ShardsReport,
     Synced,
     Vitals,
@@ -269,8 +270,12 @@ def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport: .
 # -- on the control thread, while a cell runs
 
 
-@remote("saves.save_state.background_save")
-def background_save() -> tuple[bool, str]: ...
+@remote("saves.points.request_save")
+def request_save() -> int: ...
+
+
+@remote("saves.points.describe_saves")
+def describe_saves() -> SaveStatus: ...
 
 
 @remote("runtime.housekeeping.make_hello")

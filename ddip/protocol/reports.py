@@ -313,6 +313,17 @@ class SaveReport(TypedDict):
     """Time that the ranks were busy."""
 
 
+class SaveStatus(TypedDict):
+    """The saves of one rank so far."""
+
+    points: int
+    """Saves at points of a loop, and attempts."""
+    writing: bool
+    """True while a thread writes a save."""
+    error: str
+    """Reason why the last save in the background failed; empty if it did not."""
+
+
 class LoadReport(TypedDict):
     """Result of a load of saved variables."""
 

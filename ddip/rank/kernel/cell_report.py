@@ -38,6 +38,7 @@ def begin_cell(asked: CellOptions) -> None:
     _call_checked("runtime.process_settings.begin_cell")
     facts = asked.get("name", ""), asked.get("ranks", []), asked.get("rich", True), asked.get("script")
     _call_checked("runtime.current.begin_cell", *facts)
+    _call_checked("saves.points.begin_cell", asked.get("saves"))
 
 
 @stacks.runs_around_cells

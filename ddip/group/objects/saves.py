@@ -1,0 +1,44 @@
+"""Let the ranks save their variables to a folder together, and load them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ddip.errors import TransferError
+from ddip.group.members.ranks import Ranks
+from ddip.group.process_group.process_group import ProcessGroupManager
+from ddip.protocol import on_rank
+from ddip.protocol.cell_messages import SaveSchedule
+from ddip.protocol.reports import LoadReport, SaveReport
+
+
+def schedule_of(folder: str, names: Sequence[str], seconds: float) -> SaveSchedule:
+    """Return the schedule of saves to `folder`, relative to the notebook's, at least `seconds` apart."""
+    return {"folder": _whole_path(folder), "names": list(names), "seconds": seconds}
+
+
+def save_variables(
+    manager: ProcessGroupManager, ranks: Ranks, folder: str, names: Sequence[str], background: bool
+) -> SaveReport:
+    """Save `names`, by default all, on all ranks; see ``Group.save``. Raises TransferError with the ranks' reason."""
+    call = on_rank.save_variables(_whole_path(folder), list(names), background)
+    report = ranks.ask(range(len(ranks.members)), call, release=manager.release)[0]
+    if report["error"]:
+        raise TransferError(f"nothing was saved: {report['error']}")
+    return report
+
+
+def load_variables(
+    manager: ProcessGroupManager, ranks: Ranks, folder: str, names: Sequence[str], anyway: bool
+) -> LoadReport:
+    """Load `names`, by default all, on all ranks; see ``Group.load``. Raises TransferError with the ranks' reason."""
+    call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
+    report = ranks.ask(range(len(ranks.members)), call, release=manager.release)[0]
+    if report["error"]:
+        raise TransferError(f"nothing was loaded: {report['error']}")
+    return report
+
+
+def _whole_path(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))

@@ -1,0 +1,118 @@
+"""Save at the points that a training loop marks with ``ddip.save_point``, as ``%dipsave --every`` asks for.
+
+All ranks must agree at which call they save. They talk to each other about once per second: each time they agree how
+many calls they skip until they talk again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ddip.protocol.cell_messages import SaveSchedule
+from ddip.protocol.reports import SaveStatus
+from ddip.sharded import save_points
+
+CHECK_SECONDS = 1.0
+"""Time between two points at which the ranks talk to each other."""
+
+
+@dataclass
+class _Plan:
+    """The schedule of saves as this rank follows it."""
+
+    schedule: SaveSchedule
+    last: float = field(default_factory=time.monotonic)
+    """Time of the last save, or of the beginning."""
+    warned: bool = False
+    """True if a save is requested at the next point."""
+    calls: int = 0
+    """Calls of ``save_point`` in this cell."""
+    next_check: int = 1
+    """Call at which the ranks talk to each other."""
+    checked: float = 0.0
+    checked_calls: int = 0
+    """Time and calls of the last check in this cell."""
+
+
+_plan: _Plan | None = None
+saves = 0
+"""Saves at points of this rank, or attempts."""
+
+
+def _reach_point() -> bool:
+    plan = _plan
+    assert plan is not None
+    plan.calls += 1
+    return plan.calls >= plan.next_check and _check(plan)
+
+
+def _check(plan: _Plan) -> bool:
+    from ddip.rank.saves.agreement import gather_objects
+
+    now, calls = time.monotonic(), plan.calls - plan.checked_calls
+    per_call = (now - plan.checked) / calls if plan.checked_calls else CHECK_SECONDS
+    warned = plan.warned
+    answers = gather_objects((per_call, warned, warned or now - plan.last >= plan.schedule["seconds"]))
+    slowest = max(per_call for per_call, *_ in answers)
+    plan.checked, plan.checked_calls = now, plan.calls
+    plan.next_check = plan.calls + max(1, int(CHECK_SECONDS / max(slowest, 1e-6)))
+    if not any(due for *_, due in answers):
+        return False
+    plan.last, plan.warned = now, False
+    return _save(plan, in_background=not any(warned for _, warned, _ in answers))
+
+
+def _save(plan: _Plan, in_background: bool) -> bool:
+    global saves
+    from ddip.rank.saves.save_state import save_variables
+
+    report = save_variables(plan.schedule["folder"], plan.schedule["names"], in_background)
+    saves += 1
+    if report["error"] and os.environ.get("RANK") == "0":
+        print(f"ddip: nothing was saved: {report['error']}")
+    return not report["error"]
+
+
+def begin_cell(schedule: SaveSchedule | None) -> None:
+    """Follow `schedule` in the cell that begins; None: save nothing. Counts begin again, the same on all ranks."""
+    global _plan
+    save_points.at_point = None if schedule is None else _reach_point
+    if schedule is None:
+        _plan = None
+        return
+    if _plan is None or _plan.schedule != schedule:
+        _plan = _Plan(schedule)
+        _watch_signal()
+    _plan.calls, _plan.next_check, _plan.checked_calls = 0, 1, 0
+
+
+def _watch_signal() -> None:
+    """Request a save when this process gets SIGUSR1, unless the user has a handler for it."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGUSR1, _note_warning)
+
+
+def _note_warning(number: int, frame: FrameType | None) -> None:
+    request_save()
+
+
+def request_save() -> int:
+    """Request a save at the next point of the running cell; return the number of saves at points so far."""
+    if _plan is not None:
+        _plan.warned = True
+    return saves
+
+
+def describe_saves() -> SaveStatus:
+    """Return how many saves there were at points, and how the last one in the background goes."""
+    save_state = sys.modules.get("ddip.rank.saves.save_state")
+    writing, error = (False, "") if save_state is None else save_state.background_save()
+    return {"points": saves, "writing": writing, "error": error}

@@ -1,0 +1,30 @@
+"""Implement ``ddip.save_point``, with which a training loop marks the points at which it may be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["save_point"]
+
+at_point: Callable[[], bool] | None = None
+"""Set on ddip's ranks while saves are scheduled: saves if one is due, and returns whether it did."""
+
+
+def save_point() -> bool:
+    """Mark a point at which all ranks are between two steps: ddip saves the variables here if a save is due.
+
+    Call it on all ranks, once per step. It returns at once unless ``%dipsave --every`` is on. A save is due after the
+    time that was typed there, and after a scheduler's warning: SIGUSR1, and SIGTERM to the notebook::
+
+        for step in range(step, 1000):
+            train(step)
+            ddip.save_point()
+
+    What a resumed loop needs, such as ``step``, must be in variables of the session, not of a function.
+
+    Returns
+    -------
+    bool
+        True if the variables were saved.
+    """
+    return at_point() if at_point is not None else False
