@@ -130,6 +130,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/cell.py
 	$(BIN)/python benchmarks/differences.py
 	$(BIN)/python benchmarks/objects.py
+	$(BIN)/python benchmarks/saves.py
 	$(HOSTS) run -- $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py

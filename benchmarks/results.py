@@ -23,6 +23,7 @@ TITLES = {
     "cell": "A cell",
     "differences": "Comparing the ranks",
     "objects": "Objects",
+    "saves": "Saves",
     "train": "Training",
     "recovery": "Recovery",
     "background": "Cells in the background",

@@ -125,7 +125,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with folder.left_out():
-        return getattr(importlib.import_module(_HOME.get(name, "ddip.errors")), name)
+        found = getattr(importlib.import_module(_HOME.get(name, "ddip.errors")), name)
+    globals()[name] = found  # a loop may call ddip.save_point a million times
+    return found
 
 
 if _is_in_marimo():

@@ -109,7 +109,7 @@ class SaveMagics(GroupMagics):
         folder = _checked_folder(args.folder, "%dipload")
         report = group.load(folder, arguments.variable_names(args.names, "%dipload"), anyway=args.anyway)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(report["time"]))
-        self._main.confirm_done(f"loaded {_list_names(report['loaded'])} of {folder}, saved {when}")
+        self._main.confirm_done(f"loaded {_list_names(report['loaded']) or 'nothing'} of {folder}, saved {when}")
         if report["in_place"]:
             self._main.confirm_done(f"filled in place: {_list_names(report['in_place'])}")
         _print_reasons("not loaded", {**report["not_loaded"], **report["kept"]})

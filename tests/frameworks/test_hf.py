@@ -535,6 +535,7 @@ def test_a_file_is_downloaded_once_and_failures_reach_all_ranks(hub: type[Hub], 
 # -- the app itself
 
 
+@pytest.mark.long
 def test_the_app_works_with_only_one_library_installed() -> None:
     for missing in (("transformers", "datasets"), ("accelerate",), ("transformers", "accelerate")):
         code = f"""

@@ -134,6 +134,7 @@ def find_faults(step: Step, outputs: list[Any], text: str) -> str:
     return "".join(f"{fault}:\n{step.code}\n{text}\n\n" for fault, is_so in is_found.items() if is_so)
 
 
+@pytest.mark.long
 def test_a_day_of_one_user_shows_no_false_alarm(lab: Lab, pictures: Path) -> None:
     lab.start("day.ipynb", [step.code for step in DAY], 0)
     texts = []

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ddip.protocol.text import escape_surrogates
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import VERSION, variable_of
 from ddip.rank.inspection.walk import Walk
@@ -41,8 +42,7 @@ def do_on_all(step: Callable[[], T]) -> T:
     try:
         result = step()
     except Exception as error:
-        is_own = type(error) in (ValueError, LookupError)
-        failure, cause = str(error) if is_own else f"{type(error).__name__}: {error}", error
+        failure, cause = reason_text(error), error
     failures = gather_objects(failure)
     first = next(filter(None, failures), "")
     if first:
@@ -61,6 +61,16 @@ class Digests:
     """Digest of the buffers in each variable."""
     sharded: list[str]
     """Names of variables with a part of a sharded tensor."""
+
+
+def reason_text(error: BaseException) -> str:
+    """Return the reason of an error in one line, such as the system's, which torch replaces by its own."""
+    root: BaseException | None = error
+    while root is not None and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    found = root or error
+    line = escape_surrogates(str(found).partition("\n")[0])
+    return line if type(found) in (ValueError, LookupError) else f"{type(found).__name__}: {line}"
 
 
 def digest_variables() -> Digests:

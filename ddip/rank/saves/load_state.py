@@ -25,6 +25,7 @@ from ddip.protocol.reports import LoadReport
 from ddip.rank import user_namespace
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.walk import Walk, variables_of
+from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
 from ddip.rank.saves.agreement import AgreedError, do_on_all, gather_objects
@@ -126,7 +127,8 @@ def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
     are replaced. If it fails, the report has the reason, the same on all ranks, and nothing has changed.
     """
     try:
-        return _load(folder, names, anyway)
+        with save_folder.locked(folder):
+            return _load(folder, names, anyway)
     except AgreedError as error:
         return {**NOT_LOADED, "error": str(error)}
 
@@ -137,7 +139,7 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
     variables = user_namespace()
     reshard_models(variables.values())
     structures = source.header["structures"]
-    fitting = [n for n, text in structures.items() if text and n in variables and structure_of(variables[n]) == text]
+    fitting = [n for n, text in structures.items() if text and n in variables and _fits(variables[n], text)]
     in_place = set.intersection(*map(set, gather_objects(fitting)))
     loading = Loading(
         do_on_all(source.read_storages), find_keys({name: variables[name] for name in sorted(in_place)}), chosen
@@ -169,6 +171,12 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
         "kept": kept,
         "holders": _holders_of(replaced.former_objects(), variables, {*values, *kept}),
     }
+
+
+def _fits(value: Any, structure: str) -> bool:
+    """Return whether a load can fill `value`: it has this structure, and is no wrapper of a former process group."""
+    is_lost = isinstance(value, torch.nn.Module) and any(map(wrappers.is_lost, value.modules()))
+    return not is_lost and structure_of(value) == structure
 
 
 class _Namespace:

@@ -42,6 +42,7 @@ class _Plan:
 
 
 _plan: _Plan | None = None
+"""The schedule that the notebook has sent with the cell; None: no saves."""
 saves = 0
 """Saves at points of this rank, or attempts."""
 

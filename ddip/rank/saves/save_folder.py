@@ -10,11 +10,13 @@ moment leaves a complete version.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,30 @@ def complete_version(version: str, facts: dict[str, Any]) -> str:
     done = partial.with_suffix("")
     partial.rename(done)
     _sync_folder(done.parent)
-    for number in _numbers(done.parent):
-        if (old := done.parent / f"save-{number}") != done:
-            shutil.rmtree(old, ignore_errors=True)
+    with locked(done.parent, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+        for number in _numbers(done.parent) if is_mine else ():  # else a load reads one; the next save removes it
+            if (old := done.parent / f"save-{number}") != done:
+                shutil.rmtree(old, ignore_errors=True)
     return str(done)
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
+    """Lock a folder within this context, by default for reading; yield False if it does not exist or is in use."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(number, how)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(number)
 
 
 def drop_version(version: str) -> None:
@@ -93,7 +115,7 @@ def latest_version(folder: str) -> str:
 
 def read_facts(version: str) -> dict[str, Any]:
     """Return the facts about a version; raises ValueError if they have another format."""
-    facts: dict[str, Any] = json.loads((Path(version) / FACTS).read_text())
+    facts: dict[str, Any] = json.loads((Path(version) / FACTS).read_text(errors="replace"))
     if facts.get("format") != FORMAT:
         raise ValueError(f"{version} has format {facts.get('format')}, and this ddip reads format {FORMAT}")
     return facts

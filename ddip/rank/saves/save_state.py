@@ -33,6 +33,7 @@ from ddip.rank.saves.agreement import (
     digest_variables,
     do_on_all,
     gather_objects,
+    reason_text,
 )
 from ddip.rank.saves.save_pickler import Slot
 from ddip.rank.saves.tensor_files import TensorWriter
@@ -218,11 +219,11 @@ class _Background(threading.Thread):
         try:
             result: Any = self._writer.write()
         except Exception as error:
-            result = f"{type(error).__name__}: {error} (on rank {self._rank})"
+            result = f"{reason_text(error)} (on rank {self._rank})"
         try:
             self._finish(result)
         except Exception as error:
-            self.error = self.error or f"{type(error).__name__}: {error}"
+            self.error = self.error or reason_text(error)
         self.written.set()
         if self._rank == 0 and self.error:
             save_folder.drop_version(self._version)

@@ -1,0 +1,485 @@
+"""``%dipsave`` and ``%dipload``: training goes on as if it had not stopped, and errors change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddip
+from ddip.errors import CellError, TransferError
+
+from .leftovers import wait_until
+from .meanwhile import meanwhile
+from .notebook import Notebook
+from .variants import few
+
+TRAINING = """
+import random
+import numpy as np, torch, torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+        self.norm, self.drop, self.last = nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.drop(self.norm(self.tied(torch.relu(self.first(x))))))
+
+def chain(): return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3), nn.Linear(3, 1))
+def ddp(): return DDP(Net())
+def plain(): return Net()
+def fsdp():
+    from torch.distributed.fsdp import fully_shard
+    net = chain()
+    for part in (net[0], net[2]): fully_shard(part)
+    return fully_shard(net)
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (world_size,))
+    return parallelize_module(chain(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+def both():
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+    net = parallelize_module(chain(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for part in (net[0], net[2]): fully_shard(part, mesh=mesh["data"])
+    return fully_shard(net, mesh=mesh["data"])
+
+def seeded(seed): return torch.Generator().manual_seed(seed)
+
+def prepare(kind):
+    global model, opt, schedule, data, sampler, loader, losses, seen, step, noise
+    torch.manual_seed(0 if kind is not plain else rank); random.seed(rank); np.random.seed(rank)
+    model = kind()
+    opt = torch.optim.AdamW(model.parameters(), 0.05, amsgrad=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.95 ** n)
+    inputs, targets = torch.randn(24, 6, generator=seeded(1)), torch.randn(24, 1, generator=seeded(2))
+    data = TensorDataset(inputs, targets, torch.arange(24))
+    is_replica = kind in (ddp, plain)
+    sampler = DistributedSampler(data, seed=3) if is_replica else None
+    loader = DataLoader(data, 4, sampler=sampler, shuffle=False)
+    losses, seen, step, noise = [], [], 0, np.random.default_rng(rank if is_replica else 0)
+
+def train(steps):
+    global step
+    for _ in range(steps):
+        if sampler is not None: sampler.set_epoch(step)
+        for x, y, number in loader:
+            seen.append(number.tolist())
+            if sampler is not None: x = x + 0.01 * (random.random() + np.random.rand() + noise.random())
+            opt.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+        schedule.step()
+        step += 1
+
+def whole(value): return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+def facts():
+    state = [{name: whole(value) for name, value in of.items()} for of in opt.state.values()]
+    return [[whole(p) for p in model.parameters()], [b.tolist() for b in model.buffers()], state, losses, seen, step,
+            opt.param_groups[0]["lr"], schedule.last_epoch, torch.rand(2).tolist(), random.random(), np.random.rand(),
+            type(model).__name__]
+"""
+KINDS = {"ddp": 2, "plain": 2, "fsdp": 2, "tensor_parallel": 2, "both": 4}
+"""How many ranks each model needs."""
+
+
+def train_on(group: ddip.Group) -> list[Any]:
+    """Train for ten steps, and return what must be equal, by rank."""
+    group.run("train(10); out = facts()")
+    return [found["out"] for found in group.pull_all(["out"], range(group.world_size))[0]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "run1")
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "ddp", "fsdp"))
+def test_training_continues_in_any_session_as_if_undisturbed(warmed_up: None, kind: str, folder: str) -> None:
+    with ddip.Group(KINDS[kind]) as group:
+        group.run(f"{TRAINING}\nprepare({kind}); train(3)")
+        report = group.save(folder)
+        undisturbed = train_on(group)
+        assert not report["left_out"]
+        assert group.load(folder)["in_place"] == ["model", "opt", "schedule"]
+        assert train_on(group) == undisturbed
+    with ddip.Group(KINDS[kind]) as group:
+        loaded = group.load(folder)
+        assert (loaded["in_place"], loaded["not_loaded"]) == ([], {})
+        assert train_on(group) == undisturbed
+    with ddip.Group(KINDS[kind]) as group:
+        group.run(f"{TRAINING}\nprepare({kind}); train(1)")
+        assert group.load(folder)["in_place"] == ["model", "opt", "schedule"]
+        assert train_on(group) == undisturbed
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(1, marks=pytest.mark.grid)])
+def test_another_number_of_ranks_loads_what_was_equal(cells: ddip.Group, folder: str, size: int) -> None:
+    cells.run(f"{TRAINING}\nprepare(ddp); train(3)\nweights = [p.tolist() for p in model.parameters()]")
+    cells.save(folder)
+    weights = cells.pull(["weights"])["weights"]
+    with ddip.Group(size) as group:
+        report = group.load(folder)
+        assert {"losses", "seen", "noise"} <= report["not_loaded"].keys()
+        assert {"model", "opt", "schedule", "loader", "sampler", "step"} <= set(report["loaded"])
+        group.run("""
+            losses, seen, noise = [], [], np.random.default_rng(0)
+            assert (sampler.rank, sampler.num_replicas, len(sampler)) == (rank, world_size, 24 // world_size)
+            assert loader.sampler is sampler and schedule.optimizer is opt
+            found = [p.tolist() for p in model.parameters()]
+            train(2)
+        """)
+        assert group.pull_all(["found"], range(size))[0] == [{"found": weights}] * size
+
+
+@pytest.mark.parametrize("kind", few(["fsdp", "tensor_parallel"], "fsdp"))
+def test_shards_are_divided_among_another_number_of_ranks(cells: ddip.Group, folder: str, kind: str) -> None:
+    cells.run(f"{TRAINING}\nprepare({kind}); train(3)\nout = facts()[:3]")
+    cells.save(folder, ["model", "opt", "facts", "whole"])
+    saved = cells.pull(["out"])["out"]
+    with ddip.Group(3) as group:
+        group.load(folder)
+        group.run("import torch, random, numpy as np\nlosses = seen = step = schedule = None")
+        group.run("""
+            state = [{name: whole(value) for name, value in of.items()} for of in opt.state.values()]
+            out = [[whole(p) for p in model.parameters()], [b.tolist() for b in model.buffers()], state]
+        """)
+        assert group.pull_all(["out"], range(3))[0] == [{"out": saved}] * 3
+
+
+def test_objects_stay_connected(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch, functools
+        net = torch.nn.Linear(2, 2)
+        average = torch.optim.swa_utils.AveragedModel(net)
+        row = net.weight[0].detach()
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        class Trainer: pass
+        trainer = Trainer(); trainer.net, trainer.opt, net.trainer = net, opt, [trainer]
+        net.register_forward_hook(lambda module, args, out: out + offset)
+        offset = 1.0
+        def apply(x): return net(x)
+        partial = functools.partial(apply, torch.ones(2))
+        expected = partial().tolist()
+    """)
+    cells.save(folder)
+    with ddip.Group(2) as group:
+        group.load(folder)
+        group.run("""
+            assert trainer.net is net and trainer.opt is opt and net.trainer[0] is trainer
+            assert opt.param_groups[0]["params"][0] is net.weight
+            assert partial().tolist() == expected
+            net.register_forward_hook(lambda module, args, out: out * 2)
+            assert partial().tolist() == [2 * value for value in expected]  # one hook does not replace the other
+            with torch.no_grad(): net.weight += 1
+            assert row.tolist() == net.weight[0].tolist()
+        """)
+
+
+def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        net = torch.nn.Linear(2, 1)
+        net(torch.ones(3, 2) * (rank + 1)).sum().backward()
+        expected = net.weight.grad.tolist()
+    """)
+    cells.save(folder)
+    cells.run("net.weight.grad = net.bias.grad = None")
+    cells.load(folder)
+    cells.run("assert net.weight.grad.tolist() == expected")
+
+
+def test_what_cannot_be_saved_is_named_and_left_out(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import socket, torch
+        batches = iter(torch.utils.data.DataLoader([1, 2]))
+        if rank == 1: connection = socket.socket()
+        kept = [1, 2]
+    """)
+    report = cells.save(folder)
+    assert report["left_out"].keys() == {"batches", "connection"}
+    cells.run("connection = None; kept = 0")
+    assert cells.load(folder)["not_loaded"].keys() == {"batches", "connection"}
+    cells.run("assert kept == [1, 2]")
+
+
+def test_a_definition_of_this_session_is_kept_and_named(cells: ddip.Group, folder: str) -> None:
+    cells.run("def f(): return 1\nclass C: pass\nc = C()")
+    cells.save(folder)
+    cells.run("def f(): return 2")
+    assert cells.load(folder)["kept"].keys() == {"f"}
+    cells.run("assert f() == 2 and type(c) is C")
+
+
+def test_an_object_that_holds_a_replaced_model_is_named(cells: ddip.Group, folder: str) -> None:
+    cells.run("import torch\nnet = torch.nn.Linear(2, 2)")
+    cells.save(folder, ["net"])
+    cells.run("net = torch.nn.Linear(3, 3)\nholder = {'of': net.weight}\nother = {}")
+    assert cells.load(folder)["holders"] == ["holder"]
+
+
+# -- errors
+
+STATE = "import torch\nnet = torch.nn.Linear(2, 2); count = 1"
+
+
+@pytest.fixture
+def saved(cells: ddip.Group, folder: str) -> Iterator[str]:
+    """Save `net` and `count`, then change both; check afterwards that a failed load has left them as they were."""
+    cells.run(STATE)
+    cells.save(folder)
+    cells.run("count = 2\nwith torch.no_grad(): net.weight.fill_(7)")
+    yield str(next(Path(folder).iterdir()))
+    cells.run("assert count == 2 and net.weight.tolist() == [[7, 7], [7, 7]], (count, net.weight)")
+
+
+def test_a_save_of_another_release_loads_only_on_request(cells: ddip.Group, folder: str, saved: str) -> None:
+    facts = Path(saved, "save.json")
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"releases": {"Python": "3.1", "torch": "1.0"}}))
+    with pytest.raises(TransferError, match=r"torch 1\.0.*--anyway"):
+        cells.load(folder)
+    cells.run("assert count == 2")
+    cells.load(folder, anyway=True)
+    cells.run("assert count == 1\ncount = 2\nwith torch.no_grad(): net.weight.fill_(7)")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of another user")
+def test_a_file_of_another_user_is_refused(cells: ddip.Group, folder: str, saved: str) -> None:
+    os.chown(next(Path(saved).glob("*.distcp")), 12345, -1)
+    with pytest.raises(TransferError, match="another user"):
+        cells.load(folder)
+
+
+def test_a_damaged_save_changes_nothing(cells: ddip.Group, folder: str, saved: str) -> None:
+    file = max(Path(saved).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(TransferError, match="nothing was loaded"):
+        cells.load(folder)
+
+
+def test_a_name_that_was_not_saved_changes_nothing(cells: ddip.Group, folder: str, saved: str) -> None:
+    with pytest.raises(TransferError, match="it has no variable other"):
+        cells.load(folder, ["net", "other"])
+    with pytest.raises(TransferError, match="there is no save"):
+        cells.load(f"{folder}2")
+
+
+def test_a_value_that_cannot_be_loaded_on_one_rank_changes_nothing(cells: ddip.Group, folder: str, saved: str) -> None:
+    cells.run("""
+        class Odd:
+            def __getstate__(self): return {"number": 1}
+            def __setstate__(self, state):
+                if rank == 1: raise ValueError("odd")
+        zodd = Odd()
+    """)
+    cells.save(folder)
+    cells.run("count = 3\nwith torch.no_grad(): net.weight.fill_(8)")
+    with pytest.raises(TransferError, match=r"zodd cannot be loaded.*odd.*rank 1"):
+        cells.load(folder)
+    cells.run("assert count == 3 and net.weight[0, 0] == 8\ncount = 2\nwith torch.no_grad(): net.weight.fill_(7)")
+
+
+def test_a_folder_with_other_files_is_refused(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run(STATE)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(TransferError, match=r"other files, such as notes\.txt"):
+        cells.save(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small file system")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_leaves_the_former_save(cells: ddip.Group, tmp_path: Path, background: bool) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path]).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        cells.run(STATE)
+        cells.save(str(tmp_path / "run1"))
+        cells.run("large = torch.rand(200_000, generator=torch.Generator().manual_seed(rank)); count = 2")
+        if background:
+            cells.save(str(tmp_path / "run1"), background=True)
+            wait_until(lambda: not cells._save_status()["writing"])
+            assert "No space left" in cells._save_status()["error"]
+        else:
+            with pytest.raises(TransferError, match="No space left"):
+                cells.save(str(tmp_path / "run1"))
+        cells.load(str(tmp_path / "run1"))
+        cells.run("assert count == 1")
+        assert [path.name for path in (tmp_path / "run1").iterdir()] == ["save-1"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+KILLED = """
+import os, sys, threading, time
+import ddip
+folder = sys.argv[1]
+with ddip.Group(2) as group:
+    group.run("import torch\\nvalues = [torch.full((n + 1, 1000), 0.0) for n in range(20)]; step = 0")
+    print(os.getpid(), *(member.pid for member in group.info()), flush=True)
+    for step in range(1, 1000):
+        group.run("step += 1\\nfor value in values: value.fill_(step)")
+        group.save(folder, background=step % 2 == 0)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", few([f"{who} {ms}" for who in ("script", "rank") for ms in (0, 5, 10)], "script 5"))
+def test_a_kill_at_any_moment_leaves_a_complete_save(cells: ddip.Group, folder: str, moment: str) -> None:
+    who, delay = moment.split()
+    with subprocess.Popen([sys.executable, "-c", KILLED, folder], stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        pids = [int(word) for word in script.stdout.readline().split()]
+        saved = [int(script.stdout.readline()) for _ in range(3)]
+        time.sleep(int(delay) / 1000)
+        os.kill(pids[0 if who == "script" else 2], signal.SIGKILL)
+        saved += [int(line) for line in script.stdout if line.strip().isdigit()]
+    cells.load(folder)
+    cells.run("""
+        import torch.distributed as dist
+        assert all((value == step).all() for value in values), step
+        steps = [None] * world_size
+        dist.all_gather_object(steps, step)
+        assert len(set(steps)) == 1
+    """)
+    assert cells.pull(["step"])["step"] >= saved[-1] - 1, saved  # the last one may have been written in the background
+
+
+# -- in the background, and at points of a loop
+
+
+def test_a_save_in_the_background_has_the_values_of_its_time(cells: ddip.Group, folder: str) -> None:
+    cells.run("import torch\nlarge = torch.zeros(3_000_000); step = 1")
+    cells.save(folder, background=True)
+    cells.run("large += 1; step = 2")
+    wait_until(lambda: not cells._save_status()["writing"])
+    cells.load(folder)
+    cells.run("assert step == 1 and (large == 0).all()")
+
+
+def test_ranks_save_at_a_common_point(cells: ddip.Group, folder: str) -> None:
+    cells.save_every(0.5, folder)
+    cells.run("""
+        import ddip, time
+        points = []
+        for step in range(2000):
+            time.sleep(0.001 + 0.001 * rank)
+            if ddip.save_point(): points.append(step)
+    """)
+    cells.save_every(None)
+    wait_until(lambda: not cells._save_status()["writing"])
+    of_ranks = [found["points"] for found in cells.pull_all(["points"], range(2))[0]]
+    assert of_ranks[0] == of_ranks[1]
+    assert len(of_ranks[0]) >= 2
+    cells.load(folder, ["step"])
+    assert cells.pull(["step"])["step"] == of_ranks[0][-1]
+    cells.run("assert not ddip.save_point()")
+
+
+def test_a_warning_saves_at_the_next_point(cells: ddip.Group, folder: str) -> None:
+    cells.save_every(1000, folder)
+    cells.run("import ddip, os, signal, time\nstep = 0")
+    results: list[bool] = []
+    thread = meanwhile(lambda: bool(cells.peek(["step"])["step"]), lambda: results.append(cells.save_before_end(60)))
+    cells.run("""
+        while not ddip.save_point():
+            step += 1
+            time.sleep(0.01)
+    """)
+    thread.join()
+    assert results == [True]
+    cells.run("saved = step; step = -1")
+    cells.load(folder, ["step"])
+    cells.run("assert step == saved")
+    cells.run(
+        "os.kill(os.getpid(), signal.SIGUSR1) if rank == 1 else None\nwhile not ddip.save_point(): time.sleep(0.01)"
+    )
+    cells.save_every(None)
+
+
+def test_a_save_before_the_end_needs_no_cell(cells: ddip.Group, folder: str) -> None:
+    assert not cells.save_before_end(1)
+    cells.save_every(1000, folder)
+    cells.run("step = 3")
+    assert cells.save_before_end(60)
+    cells.save_every(None)
+    cells.run("step = 0")
+    cells.load(folder)
+    cells.run("assert step == 3")
+
+
+# -- in a notebook
+
+
+def test_the_magics_confirm_and_name_what_is_left_out(notebook: Notebook) -> None:
+    notebook.ok(
+        "%%dip\nimport torch; torch.manual_seed(0)\n"
+        "saved_net, saved_list, saved_iterator = torch.nn.Linear(2, 2), [rank], (n for n in [1])"
+    )
+    shown = notebook.ok("%dipsave run1 saved_net saved_list saved_iterator")
+    assert "saved 2 variables of each rank" in shown.stdout
+    assert "not saved: saved_iterator" in shown.stdout
+    notebook.ok("%%dip\nsaved_list = 0")
+    shown = notebook.ok("%dipload run1")
+    assert "loaded saved_list, saved_net of run1" in shown.stdout
+    assert "filled in place: saved_net" in shown.stdout
+    notebook.ok("%%dip\nassert saved_list == [rank]")
+    notebook.ok("%makedip -n 2")
+    shown = notebook.ok("%dipload run1")
+    assert "loaded saved_net of run1" in shown.stdout
+    assert "not loaded: saved_list: it differed between the 3 ranks, and there are 2 now" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("%dipsave", "type a folder"),
+        ("%dipload", "type a folder"),
+        ("%dipsave run1 a-b", "%dipsave a-b"),
+        ("%dipsave run1 nothing_like_it", "there is no variable nothing_like_it"),
+        ("%dipsave run1 --every soon", "--every soon: type a time"),
+        ("%dipsave run1 --stop", "--stop stands alone"),
+    ],
+)
+def test_wrong_input_is_named(notebook: Notebook, typed: str, text: str) -> None:
+    assert text in notebook.fails(typed).message
+
+
+def test_a_notebook_saves_before_sigterm_ends_it(new_notebook: Callable[[], Notebook], cells: ddip.Group) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2\n%dipsave run1 --every 1h")
+    notebook.ok("%%dip\nstep = 5")
+    os.kill(notebook.pid, signal.SIGTERM)
+    wait_until(lambda: not notebook.manager.is_alive())
+    cells.load(str(notebook.folder / "run1"))
+    cells.run("assert step == 5")
+
+
+def test_a_failed_cell_saves_nothing(cells: ddip.Group, folder: str) -> None:
+    cells.save_every(0.001, folder)
+    cells.run("step = 1")
+    assert cells.save_if_due() is not None
+    wait_until(lambda: not cells._save_status()["writing"])
+    with pytest.raises(CellError):
+        cells.run("step = 2\nif rank == 0: raise ValueError")
+    cells.save_every(None)
+    cells.load(folder)
+    cells.run("assert step == 1")
