@@ -194,6 +194,27 @@ def test_objects_stay_connected(cells: ddip.Group, folder: str) -> None:
         """)
 
 
+def test_views_of_an_existing_model_stay_views(cells: ddip.Group, folder: str) -> None:
+    setup = """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Linear(2, 2)
+        a_row = net.weight[0].detach()
+        held = [net.weight]
+    """
+    cells.run(f"{setup}\n        with torch.no_grad(): net.weight += 1\n        expected = net.weight.tolist()")
+    cells.save(folder)
+    with ddip.Group(2) as group:
+        group.run(setup)
+        group.run("outside = net.weight[1].detach()")
+        assert group.load(folder)["in_place"] == ["net"]
+        group.run("""
+            assert net.weight.tolist() == expected and held[0] is net.weight
+            with torch.no_grad(): net.weight += 1
+            assert a_row.tolist() == net.weight[0].tolist() and outside.tolist() == net.weight[1].tolist()
+        """)
+
+
 def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch

@@ -141,9 +141,9 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
     structures = source.header["structures"]
     fitting = [n for n, text in structures.items() if text and n in variables and _fits(variables[n], text)]
     in_place = set.intersection(*map(set, gather_objects(fitting)))
-    loading = Loading(
-        do_on_all(source.read_storages), find_keys({name: variables[name] for name in sorted(in_place)}), chosen
-    )
+    existing = find_keys({name: variables[name] for name in sorted(in_place)})
+    loading = Loading(do_on_all(source.read_storages), existing, chosen)
+    loading.use_existing_storages(source.header["places"])
     replaced = do_on_all(lambda: _Namespace(variables))
     try:
         values, kept = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextvars
 import copyreg
+import functools
 import io
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from ddip.protocol.objects import pickling
+from ddip.rank.inspection import kinds
 from ddip.sharded.layout import DTensor, Layout
 
 PARALLEL_SETTINGS = (
@@ -59,6 +61,10 @@ class Key(NamedTuple):
     """Name within the module; empty for the variable's value."""
 
 
+Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, size and stride of a tensor in its storage."""
+
+
 @dataclass
 class Slot:
     """A tensor outside of the pickle, with the facts that a load needs before it can read it."""
@@ -75,6 +81,11 @@ class Slot:
         return isinstance(self.tensor, DTensor)
 
 
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return offset, size and stride of a tensor in its storage."""
+    return int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride()
+
+
 class SavePickler(pickling.Pickler):
     """The pickler of one rank's variables; `slots` has the tensors, in the order in which they were met."""
 
@@ -88,6 +99,8 @@ class SavePickler(pickling.Pickler):
         """Shapes of the device meshes, which a load creates in this order on all ranks."""
         self.leaves: list[Any] = []
         """Tensors that may have gradients."""
+        self.places: dict[Key, tuple[int, Place]] = {}
+        """Slot of each tensor that a load may fill, and its place there."""
         self._known: dict[int, int] = {}
         """Number of the slot of a storage, by the storage's ``_cdata``."""
 
@@ -125,9 +138,8 @@ class SavePickler(pickling.Pickler):
         return obj
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
         storage = self._shared_storage(tensor.untyped_storage())
-        return saved_tensor, (storage, tensor.dtype, *place, tensor.requires_grad)
+        return saved_tensor, (storage, tensor.dtype, *place_of(tensor), tensor.requires_grad)
 
     def _slot_of(self, storage: torch.UntypedStorage) -> int:
         if storage._cdata not in self._known:
@@ -173,6 +185,8 @@ class SavePickler(pickling.Pickler):
 
     def _reduce_keyed(self, obj: Any, key: Key) -> Any:
         if isinstance(obj, torch.Tensor):
+            if kinds.is_plain(obj) and obj.layout is torch.strided and obj.device.type != "meta":
+                self.places[key] = self._slot_of(obj.untyped_storage()), place_of(obj)
             make, args, *_ = self._plain_reduce(obj)
             return open_tensor, (key, make, args)
         if is_fully_sharded(obj):
@@ -272,6 +286,19 @@ class Loading:
     """Steps on new objects, made when everything could be loaded."""
     wrappers: list[Any] = field(default_factory=list)
     """DDP wrappers, in the order in which they were saved."""
+
+    def use_existing_storages(self, places: Mapping[Key, tuple[int, Place]]) -> None:
+        """Let new tensors that share the memory of an existing one use its storage, which is filled later."""
+        storages = dict(self.storages)
+        for key, (slot, place) in places.items():
+            old, new = self.existing.get(key), self.storages[slot]
+            if old is None or storages[slot] is not new or not kinds.is_plain(old) or place_of(old) != place:
+                continue
+            storage = old.untyped_storage()
+            if storage.nbytes() == new.nbytes() and storage.device == new.device:
+                storages[slot] = storage
+                self.fill_later(key, functools.partial(storage.copy_, new))
+        self.storages = storages
 
     def fill_later(self, key: Key, step: Callable[[], object]) -> None:
         """Fill the existing object at `key` by `step` when everything could be loaded."""

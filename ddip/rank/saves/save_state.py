@@ -91,6 +91,7 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
         "parts": {name: pickled.sizes for name, pickled in packed.pickled.items()},
         "slots": [(name, slot.device, slot.shape, slot.is_sharded) for name, slot in slots.items()],
         "structures": {name: structure_of(value) for name, value in variables.items() if name in packed.pickled},
+        "places": packed.pickler.places,
         "collectives": ranks[0].collectives,
         "buckets": buckets,
         "generators": generators,
