@@ -54,7 +54,7 @@ from ddip.group.profiling.profile import Profiling, folder_for
 from ddip.group.watching import peek, vitals
 from ddip.group.watching.peek import SECONDS
 from ddip.group.watching.vitals import PERIOD
-from ddip.output.area import inform, notify
+from ddip.output.area import inform, notify, stop_name
 from ddip.output.cells.background_page import BackgroundOutput, Differing
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
@@ -65,7 +65,7 @@ from ddip.output.tables.profile_report import Profile
 from ddip.output.tables.shards_table import ShardsTable
 from ddip.output.tables.vitals_table import RankVitals
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import CellOptions
+from ddip.protocol.cell_messages import CellOptions, SaveSchedule
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
 from ddip.protocol.reports import LoadReport, SaveReport, SaveStatus
@@ -168,7 +168,8 @@ class Group:
     ) -> None:
         limits = timeout, collect, spawn, failure_grace, stall_timeout, keep_frames
         self.options = Options(*limits, display or DisplayOptions())
-        self._saved_at = 0.0
+        self._saved_at, self._saved_ranks = 0.0, list[int]()
+        self._writes, self._known_error = False, ""
         """Settings that may be changed at any time; they apply to later steps."""
         self.history = history or History()
         """Cells of this group and of the groups before it."""
@@ -290,6 +291,7 @@ class Group:
 
     def shutdown(self) -> None:
         """End all processes of the group, and remove all its temporary files. A second call does nothing."""
+        self._finish_saves()
         self.lifecycle.shutdown()
 
     close = shutdown
@@ -735,8 +737,8 @@ class Group:
             asked["break_on"] = list(placement.check_ranks(break_on, self.world_size, "break_on"))
         if self.options.keep_frames:
             asked["keep_frames"] = True
-        if self.options.saves is not None:
-            asked["saves"] = self.options.saves
+        if (schedule := self._schedule) is not None:
+            asked["saves"] = schedule
         if code.lstrip().startswith(DEBUG):
             asked["debugs"] = True
         if (script := find_script(code)) is not None:
@@ -1013,7 +1015,8 @@ class Group:
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            return saves.save_variables(self._parts.manager, self.ranks, folder, names, background)
+            self._writes = background
+            return saves.save_variables(self._parts.manager, folder, names, background)
 
     def load(self, folder: str, names: Sequence[str] = (), *, anyway: bool = False) -> LoadReport:
         """Load saved variables into all ranks. Loading runs code that the files contain.
@@ -1047,7 +1050,7 @@ class Group:
         """
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            report = saves.load_variables(self._parts.manager, self.ranks, folder, names, anyway)
+            report = saves.load_variables(self._parts.manager, folder, names, anyway)
         self.history.changes.append(Change(f"%dipload loaded {folder}"))
         return report
 
@@ -1061,8 +1064,8 @@ class Group:
         folder, names
             As for `save`.
         """
-        schedule = saves.schedule_of(folder, names, seconds) if seconds is not None else None
-        self.options.saves, self._saved_at = schedule, time.monotonic()
+        self.options.saves = saves.schedule_of(folder, names, seconds) if seconds is not None else None
+        self._saved_at, self._saved_ranks = time.monotonic(), self._engines
 
     def save_if_due(self) -> SaveReport | None:
         """Save in the background between two cells if `save_every` asks for it, and no cell runs.
@@ -1077,9 +1080,8 @@ class Group:
         TransferError, GroupError, RequestInterrupted
             As for `save`.
         """
-        due = self.options.saves
-        everyone = range(self.world_size)
-        if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._parts.cells.active_on(everyone):
+        due = self._schedule
+        if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._runs_cells:
             return None
         self._saved_at = time.monotonic()
         return self.save(due["folder"], due["names"], background=True)
@@ -1099,24 +1101,65 @@ class Group:
         bool
             True if the save is complete.
         """
-        due, end, everyone = self.options.saves, time.monotonic() + seconds, range(self.world_size)
+        due, end = self._schedule, time.monotonic() + seconds
         if due is None:
             return False
-        if self._parts.cells.active_on(everyone):
-            before = self._save_status()["points"]
-            self.ranks.call_on_control_channel(everyone, on_rank.request_save(), seconds=NAME_SECONDS)
-            while self._parts.cells.active_on(everyone) and time.monotonic() < end:
-                if self._save_status()["points"] > before:
+        if self._runs_cells:
+            before = self._save_status()["warned"]
+            self.ranks.call_on_control_channel(self.ranks.live, on_rank.request_save(), seconds=NAME_SECONDS)
+            while self._runs_cells and time.monotonic() < end:
+                if self._save_status()["warned"] > before:
                     return True
                 time.sleep(POINT_SECONDS)
-            if time.monotonic() >= end:
+            if self._runs_cells:
                 return False
         self.save(due["folder"], due["names"])
         return True
 
+    def background_error(self) -> str:
+        """Return the reason why the last save in the background has failed, once; empty if it runs or is complete."""
+        error = self._save_status()["error"] if self._writes or self.options.saves is not None else ""
+        known, self._known_error = self._known_error, error
+        return error if error != known else ""
+
+    @property
+    def _schedule(self) -> SaveSchedule | None:
+        """The schedule of saves; None after ranks were replaced, which lack the variables that a save would have."""
+        if self.options.saves is not None and self._saved_ranks != self._engines:
+            folder, self.options.saves = self.options.saves["folder"], None
+            notify(
+                f"ranks have been replaced, so ddip no longer saves to {folder}; load it with %dipload {folder}, then "
+                "type %dipsave --every again"
+            )
+        return self.options.saves
+
+    @property
+    def _engines(self) -> list[int]:
+        return [member.engine for member in self.members]
+
+    @property
+    def _runs_cells(self) -> bool:
+        return bool(self._parts.cells.active_on(range(self.world_size)))
+
     def _save_status(self) -> SaveStatus:
         answer = self.ranks.call_on_control_channel([0], on_rank.describe_saves(), seconds=NAME_SECONDS)[0]
-        return answer or {"points": 0, "writing": False, "error": ""}
+        return answer or {"warned": 0, "writing": False, "error": ""}
+
+    def _finish_saves(self) -> None:
+        """Wait until the ranks have written a save in the background, unless the user presses stop."""
+        if not self.alive or not (self._writes or self.options.saves is not None) or 0 in self.ranks.ended:
+            return
+        try:
+            told = False
+            while self._save_status()["writing"]:
+                if not told:
+                    notify(f"waiting until the last save is written; {stop_name()} gives it up")
+                told = True
+                time.sleep(POINT_SECONDS)
+            if error := self.background_error():
+                notify(f"the last save in the background failed: {error}")
+        except KeyboardInterrupt:
+            notify("the last save was given up; the save before it stays")
 
     def report_faults(self) -> None:
         """Rebuild the process group after a fault, and print which variables differ, if all ranks are free.

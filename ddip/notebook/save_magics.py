@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SHOWN_NAMES = 8
 WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 """Signals with which a scheduler announces that it ends the notebook soon."""
-POINT_SECONDS = 3600.0
-"""Longest wait for a point at which the running loop saves; the scheduler ends the process before that."""
+POINT_SECONDS = 25.0
+"""Longest wait for a point at which the running loop saves; Slurm and Kubernetes end processes 30 s after SIGTERM."""
 
 
 @magics_class
@@ -38,8 +38,10 @@ class SaveMagics(GroupMagics):
         super().__init__(main)
         self._former: dict[int, Any] = {}
         """Handlers of the signals that a scheduler sends, while ddip handles them."""
+        self._watches = False
+        """True if ddip looks after each cell whether a save in the background has failed, or is due."""
         self._is_last = False
-        """True when the notebook ends with the next SIGTERM, as the save before it is over."""
+        """True if the next SIGTERM ends the notebook: the save before it is over, or SIGTERM has come once."""
 
     @with_examples(
         "%dipsave run1                save all variables of the ranks",
@@ -81,6 +83,8 @@ class SaveMagics(GroupMagics):
             self._main.confirm_done(f"saves to {folder} every {args.every}; %dipsave --stop ends it")
             return
         report = group.save(folder, names, background=args.bg)
+        if args.bg:
+            self._watch_cells()
         count = len(report["variables"])
         how = "writing" if args.bg else "saved"
         self._main.confirm_done(
@@ -115,44 +119,51 @@ class SaveMagics(GroupMagics):
         _print_reasons("not loaded", {**report["not_loaded"], **report["kept"]})
         if report["holders"]:
             names = _list_names(report["holders"])
-            print(f"ddip: {names}: holds a model or optimizer from before the load; run its cell again")
+            print(f"ddip: still in use from before the load, in {names}: run the cells that define them again")
 
     # -- saves by schedule
 
-    def _begin_schedule(self) -> None:
-        if not self._former:
+    def _watch_cells(self) -> None:
+        if not self._watches:
+            self._watches = True
             self.shell.events.register("post_run_cell", self._after_cell)
-            if threading.current_thread() is threading.main_thread():
-                for number in WARNINGS:
-                    self._former[number] = signal.signal(number, self._handle_warning)
+
+    def _begin_schedule(self) -> None:
+        self._watch_cells()
+        if not self._former and threading.current_thread() is threading.main_thread():
+            for number in WARNINGS:
+                self._former[number] = signal.signal(number, self._handle_warning)
 
     def _end_schedule(self) -> None:
         if self._main.group is not None and self._main.group.alive:
             self._main.group.save_every(None)
-        if self._former:
-            self.shell.events.unregister("post_run_cell", self._after_cell)
-            for number, handler in self._former.items():
-                signal.signal(number, handler)
-            self._former.clear()
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
 
     def close(self) -> None:
         """End the schedule when the extension is unloaded."""
         self._end_schedule()
+        if self._watches:
+            self.shell.events.unregister("post_run_cell", self._after_cell)
 
     def _after_cell(self, result: Any) -> None:
         group = self._main.group
         if group is None or not group.alive:
             return
         try:
+            if error := group.background_error():
+                print(f"ddip: the last save in the background failed, and the former save stays: {error}")
             group.save_if_due()
         except DdipError as error:
             print(f"ddip: {error}")
 
     def _handle_warning(self, number: int, frame: FrameType | None) -> None:
-        if self._is_last:
-            self._end_schedule()
+        if self._is_last and number == signal.SIGTERM:
+            signal.signal(number, self._former.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
         else:
+            self._is_last = number == signal.SIGTERM
             threading.Thread(target=self._save_before_end, args=(number,), daemon=True).start()
 
     def _save_before_end(self, number: int) -> None:
@@ -164,7 +175,6 @@ class SaveMagics(GroupMagics):
         except DdipError as error:
             print(f"ddip: {error}")
         if number == signal.SIGTERM:
-            self._is_last = True
             os.kill(os.getpid(), number)
 
 

@@ -316,8 +316,8 @@ class SaveReport(TypedDict):
 class SaveStatus(TypedDict):
     """The saves of one rank so far."""
 
-    points: int
-    """Saves at points of a loop, and attempts."""
+    warned: int
+    """Complete saves at points of a loop after a scheduler's warning."""
     writing: bool
     """True while a thread writes a save."""
     error: str
@@ -341,7 +341,7 @@ class LoadReport(TypedDict):
     kept: dict[str, str]
     """Reasons why functions and classes of this session were kept, by name."""
     holders: list[str]
-    """Variables that hold a module or optimizer that the load has replaced."""
+    """Variables that hold an object that the load has replaced."""
 
 
 class IterationReport(TypedDict):

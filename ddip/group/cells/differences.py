@@ -246,7 +246,6 @@ class Differences:
         Returns the copied paths, and the reason for each path that could not be copied. Raises BadInput if none of
         `names` could be copied, such as sharded objects, RequestFailed, and RequestInterrupted.
         """
-        everyone = range(len(self._ranks.members))
         paths: set[int] = set()
         if not names:
             found = self._compare([])
@@ -254,7 +253,7 @@ class Differences:
             if not paths:
                 return [], {}
         call = on_rank.sync_state(list(names), sorted(paths), source, self._common_snapshots([]))
-        answers = self._ranks.ask(everyone, call, release=self._manager.release)
+        answers = self._manager.ask_together(call)
         copied, refused = answers[source]["copied"], answers[source]["refused"]
         if refused and not copied and set(refused) <= set(names):
             why = "; ".join(f"{name}: {text}" for name, text in sorted(refused.items()))

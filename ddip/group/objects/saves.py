@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 
 from ddip.errors import TransferError
-from ddip.group.members.ranks import Ranks
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.protocol import on_rank
 from ddip.protocol.cell_messages import SaveSchedule
@@ -18,23 +17,19 @@ def schedule_of(folder: str, names: Sequence[str], seconds: float) -> SaveSchedu
     return {"folder": _whole_path(folder), "names": list(names), "seconds": seconds}
 
 
-def save_variables(
-    manager: ProcessGroupManager, ranks: Ranks, folder: str, names: Sequence[str], background: bool
-) -> SaveReport:
+def save_variables(manager: ProcessGroupManager, folder: str, names: Sequence[str], background: bool) -> SaveReport:
     """Save `names`, by default all, on all ranks; see ``Group.save``. Raises TransferError with the ranks' reason."""
     call = on_rank.save_variables(_whole_path(folder), list(names), background)
-    report = ranks.ask(range(len(ranks.members)), call, release=manager.release)[0]
+    report = manager.ask_together(call)[0]
     if report["error"]:
         raise TransferError(f"nothing was saved: {report['error']}")
     return report
 
 
-def load_variables(
-    manager: ProcessGroupManager, ranks: Ranks, folder: str, names: Sequence[str], anyway: bool
-) -> LoadReport:
+def load_variables(manager: ProcessGroupManager, folder: str, names: Sequence[str], anyway: bool) -> LoadReport:
     """Load `names`, by default all, on all ranks; see ``Group.load``. Raises TransferError with the ranks' reason."""
     call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
-    report = ranks.ask(range(len(ranks.members)), call, release=manager.release)[0]
+    report = manager.ask_together(call)[0]
     if report["error"]:
         raise TransferError(f"nothing was loaded: {report['error']}")
     return report

@@ -251,6 +251,18 @@ class ProcessGroupManager:
         """Release what the manager holds for groups; no group can be formed afterwards."""
         self._meetings.close()
 
+    def ask_together(self, call: RemoteCall[R]) -> list[R]:
+        """Make a `call` that is a collective on all ranks; return the results in order.
+
+        If it fails or is stopped, the group is rebuilt before the next cell, as some ranks may have begun more
+        collectives than others. Raises RequestFailed and RequestInterrupted.
+        """
+        try:
+            return self._ranks.ask(range(len(self._ranks.members)), call, release=self.release)
+        except BaseException:
+            self.ensure_released()
+            raise
+
     def ensure_released(self) -> None:
         """Abort the collectives of the current group on every rank, unless this has been done."""
         if not self._is_released:

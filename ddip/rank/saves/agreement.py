@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from ddip.protocol.text import escape_surrogates
+from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import VERSION, variable_of
 from ddip.rank.inspection.walk import Walk
@@ -73,12 +78,37 @@ def reason_text(error: BaseException) -> str:
     return line if type(found) in (ValueError, LookupError) else f"{type(found).__name__}: {line}"
 
 
-def digest_variables() -> Digests:
-    """Return the digests of this rank's variables.
+class Fingerprints:
+    """Fingerprints of the contents of storages, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int, int]] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> tuple[int, int, int]:
+        """Return size, CRC-32 and sum of a storage's bytes: a CRC detects changes of order, which a sum does not."""
+        if storage._cdata not in self._known:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            self._known[storage._cdata] = fingerprint_of(flat)
+        return self._known[storage._cdata]
+
+
+def fingerprint_of(flat: torch.Tensor) -> tuple[int, int, int]:
+    """Return size, CRC-32 and sum of a tensor of bytes."""
+    flat = flat.cpu()
+    size = flat.numel()
+    if not size:
+        return 0, 0, 0
+    words = flat[: size // 8 * 8].view(torch.int64)
+    memory = (ctypes.c_char * size).from_address(flat.data_ptr())
+    return size, zlib.crc32(memory), int(words.sum()) if len(words) else 0
+
+
+def digest_variables(prints: Fingerprints) -> Digests:
+    """Return the digests of this rank's variables, with `prints` of the memory of their tensors.
 
     A sampler's rank does not count, nor the index of a device. There are no digests if there are too many objects.
     """
-    walk = history.walk_now(keep=True)
+    walk = history.walk_now(checksums=False, keep=True)
     variables, buffers = dict[str, Any](), dict[str, Any]()
     for path in () if walk.is_cut else sorted(walk.values):
         if path.endswith(VERSION) or HOOKS.search(path) or _is_of_rank(path, walk):
@@ -90,11 +120,35 @@ def digest_variables() -> Digests:
         hashes = buffers if is_buffer else variables
         digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
         digest.update(f"{path}={value!r}\n".encode("utf8", "surrogatepass"))
+    for path, value in () if walk.is_cut else sorted(walk.objects.items()):
+        content = None if HOOKS.search(path) else _content_of(value, prints)
+        if content is not None:
+            is_buffer = walk.links.get(path, ("", "", ""))[1] == "_buffers"
+            hashes = buffers if is_buffer else variables
+            digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
+            digest.update(f"{path}={content!r}\n".encode("utf8", "surrogatepass"))
     return Digests(
         {name: digest.hexdigest() for name, digest in variables.items()},
         {name: digest.hexdigest() for name, digest in buffers.items()},
         sorted({variable_of(path) for path in walk.sharded}),
     )
+
+
+def _content_of(value: Any, prints: Fingerprints) -> Any:
+    """Return what compares the content of a plain tensor or a NumPy array; None for other objects."""
+    if isinstance(value, torch.Tensor):
+        if (
+            is_lazy(value)
+            or not kinds.is_plain(value)
+            or value.layout is not torch.strided
+            or value.device.type == "meta"
+        ):
+            return None
+        return prints.of(value.untyped_storage()), int(value.storage_offset()), value.stride()
+    array = kinds.array_of(value, kinds.mro_of(type(value)))
+    if array is None or array.dtype.hasobject or kinds.is_of_file(array):
+        return None
+    return zlib.crc32(array.tobytes())
 
 
 def _is_of_rank(path: str, walk: Walk) -> bool:

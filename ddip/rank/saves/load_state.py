@@ -10,10 +10,13 @@ saved, without the variables that differed between the ranks; sharded tensors ar
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import signal
 import types
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +31,18 @@ from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
-from ddip.rank.saves.agreement import AgreedError, do_on_all, gather_objects
-from ddip.rank.saves.save_pickler import Loading, load_device
-from ddip.rank.saves.save_state import HEADER, STREAM
+from ddip.rank.saves.agreement import AgreedError, do_on_all, fingerprint_of, gather_objects, reason_text
+from ddip.rank.saves.save_pickler import Keys, Loading, load_device
+from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
 from ddip.rank.saves.tensor_files import TensorReader
-from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, structure_of
+from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, structure_of, with_same_objects
 from ddip.sharded import contents
 
 PER_RANK = "it differed between the {then} ranks, and there are {now} now"
-DEFINED = "this session's definition was kept; the saved one is different"
+DEFINED = "this session's definition was kept; the saved one, or its attributes, differ"
 _nothing = object()
+SHARED = (int, float, complex, str, bytes, type(None), types.FunctionType, types.ModuleType, type)
+"""Classes of values that other variables may hold without a link to the replaced variable."""
 NOT_LOADED: LoadReport = {
     "error": "",
     "time": 0.0,
@@ -62,13 +67,21 @@ class _Source:
     header: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: str, names: list[str], anyway: bool) -> _Source:
-        """Open the latest version in `folder`.
+    def open(cls, version: str, names: list[str], anyway: bool) -> _Source:
+        """Open a version of a save.
 
-        Raises OSError, LookupError for an unknown variable, and ValueError for other releases unless `anyway` is set.
+        Raises LookupError for an unknown variable, and ValueError for a damaged save, or one of other releases unless
+        `anyway` is set.
         """
-        version = save_folder.latest_version(folder)
-        facts = save_folder.read_facts(version)
+        try:
+            facts = save_folder.read_facts(version)
+            reader = TensorReader(version)
+            prefix = f"rank{dist.get_rank() if facts['ranks'] == dist.get_world_size() else 0}"
+            header = pickle.loads(reader.read_bytes(f"{prefix}/{HEADER}"))
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{version} is damaged: {reason_text(error)}") from error
         others = {
             name: release for name, release in save_folder.releases().items() if facts["releases"][name] != release
         }
@@ -80,10 +93,7 @@ class _Source:
         if unknown := [name for name in names if name not in facts["variables"]]:
             why = [f"{name} (left out: {facts['left_out'][name]})" for name in unknown if name in facts["left_out"]]
             raise LookupError(f"it has no variable {', '.join(why or unknown)}")
-        reader = TensorReader(version)
-        source = dist.get_rank() if facts["ranks"] == dist.get_world_size() else 0
-        prefix = f"rank{source}"
-        return cls(version, facts, reader, prefix, pickle.loads(reader.read_bytes(f"{prefix}/{HEADER}")))
+        return cls(version, facts, reader, prefix, header)
 
     @property
     def is_same_size(self) -> bool:
@@ -99,13 +109,15 @@ class _Source:
         return {name for name in names if name not in left and name in self.header["parts"]}, left
 
     def read_storages(self) -> dict[int, torch.UntypedStorage]:
-        """Return the contents of all storages by the number of their slot."""
+        """Return the contents of all storages by the number of their slot; raise ValueError if they are damaged."""
         found, tensors = {}, {}
         for number, (name, device, shape, is_sharded) in enumerate(self.header["slots"]):
             if not is_sharded:
                 tensors[name] = torch.empty(shape, dtype=torch.uint8, device=load_device(device))
                 found[number] = tensors[name].untyped_storage()
         self.reader.read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
+        if [fingerprint_of(tensor) for tensor in tensors.values()] != self.header["sums"]:
+            raise ValueError(f"{self.version} is damaged: the files have other contents than were written")
         return found
 
     def read_sharded(self, tensors: Mapping[int, Any]) -> None:
@@ -117,7 +129,10 @@ class _Source:
         buffers = []
         for name, sizes in self.header["parts"].items():
             buffers += [self.reader.read_bytes(f"{self.prefix}/{name}/{number}") for number in range(1, len(sizes))]
-        return pickle.Unpickler(io.BytesIO(self.reader.read_bytes(f"{self.prefix}/{STREAM}")), buffers=buffers)
+        stream = self.reader.read_bytes(f"{self.prefix}/{STREAM}")
+        if zlib.crc32(stream) != self.header["crc"]:
+            raise ValueError(f"{self.version} is damaged: the files have other contents than were written")
+        return pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
 
 
 def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
@@ -134,14 +149,20 @@ def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
 
 
 def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
-    source = do_on_all(lambda: _Source.open(folder, names, anyway))
+    wait_for_background()
+    is_first = dist.get_rank() == 0
+    version = gather_objects(do_on_all(lambda: save_folder.latest_version(folder) if is_first else ""))[0]
+    do_on_all(lambda: save_folder.ensure_visible(version))
+    source = do_on_all(lambda: _Source.open(version, names, anyway))
     chosen, not_loaded = source.choose(names)
     variables = user_namespace()
     reshard_models(variables.values())
     structures = source.header["structures"]
     fitting = [n for n, text in structures.items() if text and n in variables and _fits(variables[n], text)]
+    keys = find_keys({name: variables[name] for name in fitting})
+    fitting = sorted(with_same_objects(source.header["identities"], keys, fitting))
     in_place = set.intersection(*map(set, gather_objects(fitting)))
-    existing = find_keys({name: variables[name] for name in sorted(in_place)})
+    existing = {key: value for key, value in keys.items() if key.variable in in_place}
     loading = Loading(do_on_all(source.read_storages), existing, chosen)
     loading.use_existing_storages(source.header["places"])
     replaced = do_on_all(lambda: _Namespace(variables))
@@ -151,21 +172,24 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
     except BaseException:
         replaced.restore()
         raise
-    for step in (*loading.fills, *loading.completions):
-        step()
-    _set_gradients(values.pop(GRADIENTS), in_place & chosen, variables)
-    for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
-        if contents.use_buckets is not None:
-            contents.use_buckets(wrapper, buckets)
-    process_settings.take_over(source.header["settings"])
-    if source.is_same_size and not names:
-        contents.set_process_generators(source.header["generators"])
-    history.replace_snapshots()
+    with _without_interrupts():
+        for step in (*loading.fills, *loading.completions):
+            step()
+        _set_gradients(values.pop(GRADIENTS), loading, in_place & chosen, variables)
+        for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
+            if contents.use_buckets is not None:
+                contents.use_buckets(wrapper, buckets)
+        if not names:
+            process_settings.take_over(source.header["settings"])
+            if source.is_same_size:
+                contents.set_process_generators(source.header["generators"])
+        history.replace_snapshots()
+    loaded = sorted({name for of_rank in gather_objects([*values]) for name in of_rank})
     return {
         "error": "",
         "time": source.facts["time"],
         "ranks": source.facts["ranks"],
-        "loaded": sorted(values),
+        "loaded": loaded,
         "in_place": sorted(in_place & chosen),
         "not_loaded": not_loaded | (source.facts["left_out"] if not names else {}),
         "kept": kept,
@@ -199,9 +223,12 @@ class _Namespace:
                 self._variables[name] = value
 
     def former_objects(self) -> list[Any]:
-        """Return the replaced modules and optimizers."""
-        kinds = (torch.nn.Module, torch.optim.Optimizer)
-        return [v for name, v in self._former.items() if isinstance(v, kinds) and self._variables[name] is not v]
+        """Return the replaced objects, without numbers, texts, functions and classes."""
+        return [
+            value
+            for name, value in self._former.items()
+            if self._variables.get(name) is not value and not isinstance(value, SHARED) and value is not _nothing
+        ]
 
 
 def _unpickle_variables(
@@ -241,12 +268,28 @@ def _is_other_definition(own: Any, saved: Any) -> bool:
     return definitions.compute_digest(own) != definitions.compute_digest(saved)
 
 
-def _set_gradients(gradients: list[tuple[Any, Any]], in_place: set[str], variables: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Delay an interrupt until the end of this context, in which objects of the session change."""
+    pressed: list[Any] = []
+    former = signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if pressed and callable(former):
+        former(*pressed[0])
+
+
+def _set_gradients(
+    gradients: list[tuple[Any, Any, Keys]], loading: Loading, in_place: set[str], variables: Mapping[str, Any]
+) -> None:
     for name in in_place:
         for parameter in variables[name].parameters() if isinstance(variables[name], torch.nn.Module) else ():
             parameter.grad = None
-    for tensor, gradient in gradients:
-        tensor.grad = gradient
+    for tensor, gradient, keys in gradients:
+        if loading.find(keys) is None or loading.is_chosen(keys):
+            tensor.grad = gradient
 
 
 def _holders_of(former: list[Any], variables: Mapping[str, Any], loaded: set[str]) -> list[str]:

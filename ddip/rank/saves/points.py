@@ -44,7 +44,7 @@ class _Plan:
 _plan: _Plan | None = None
 """The schedule that the notebook has sent with the cell; None: no saves."""
 saves = 0
-"""Saves at points of this rank, or attempts."""
+"""Complete saves at points after a scheduler's warning."""
 
 
 def _reach_point() -> bool:
@@ -75,7 +75,7 @@ def _save(plan: _Plan, in_background: bool) -> bool:
     from ddip.rank.saves.save_state import save_variables
 
     report = save_variables(plan.schedule["folder"], plan.schedule["names"], in_background)
-    saves += 1
+    saves += not in_background and not report["error"]
     if report["error"] and os.environ.get("RANK") == "0":
         print(f"ddip: nothing was saved: {report['error']}")
     return not report["error"]
@@ -106,14 +106,14 @@ def _note_warning(number: int, frame: FrameType | None) -> None:
 
 
 def request_save() -> int:
-    """Request a save at the next point of the running cell; return the number of saves at points so far."""
+    """Request a save at the next point of the running cell; return the number of such saves so far."""
     if _plan is not None:
         _plan.warned = True
     return saves
 
 
 def describe_saves() -> SaveStatus:
-    """Return how many saves there were at points, and how the last one in the background goes."""
+    """Return how many saves followed a warning, and how the last one in the background goes."""
     save_state = sys.modules.get("ddip.rank.saves.save_state")
     writing, error = (False, "") if save_state is None else save_state.background_save()
-    return {"points": saves, "writing": writing, "error": error}
+    return {"warned": saves, "writing": writing, "error": error}

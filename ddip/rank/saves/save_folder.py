@@ -1,7 +1,7 @@
 """The folder of a save: numbered versions, of which the latest complete one counts.
 
     run1/save-4            complete: ddip renames it when every byte and `FACTS` are on the disk
-    run1/save-5.partial    being written, or left by a process that ended
+    run1/save-ab12.partial being written, with a lock on it, or left by a process that ended
 
 A save is complete before its folder has this name, and the former version is removed after that. So a kill at any
 moment leaves a complete version.
@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ import torch
 
 FACTS = "save.json"
 """File with the facts about a save, in each version."""
-COMPLETE, PARTIAL = re.compile(r"save-(\d+)"), re.compile(r"save-(\d+)\.partial")
+COMPLETE, PARTIAL = re.compile(r"save-(\d+)"), re.compile(r"save-\w+\.partial")
 FORMAT = 1
 """Version of the format; a load refuses any other."""
 
@@ -32,16 +33,20 @@ FORMAT = 1
 def begin_version(folder: str) -> str:
     """Create and return the folder of a new version in `folder`; remove what ended processes have left there.
 
-    Raises ValueError if `folder` has other files, and OSError.
+    Raises ValueError if `folder` has other files or is a file, and OSError.
     """
     home = Path(folder)
+    if home.exists() and not home.is_dir():
+        raise ValueError(f"{folder} is a file; type the name of a folder")
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     for entry in home.iterdir():
         if PARTIAL.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            with locked(entry, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+                if is_mine:
+                    shutil.rmtree(entry, ignore_errors=True)
         elif not COMPLETE.fullmatch(entry.name):
             raise ValueError(f"{folder} has other files, such as {entry.name}; type another name")
-    version = home / f"save-{max(_numbers(home), default=0) + 1}.partial"
+    version = home / f"save-{secrets.token_hex(4)}.partial"
     version.mkdir(mode=0o700)
     return str(version)
 
@@ -60,13 +65,20 @@ def complete_version(version: str, facts: dict[str, Any]) -> str:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
-    done = partial.with_suffix("")
-    partial.rename(done)
-    _sync_folder(done.parent)
-    with locked(done.parent, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
-        for number in _numbers(done.parent) if is_mine else ():  # else a load reads one; the next save removes it
-            if (old := done.parent / f"save-{number}") != done:
-                shutil.rmtree(old, ignore_errors=True)
+    home = partial.parent
+    while True:
+        done = home / f"save-{max(_numbers(home), default=0) + 1}"
+        try:
+            partial.rename(done)
+            break
+        except OSError:
+            if not done.exists():  # else another session was quicker
+                raise
+    _sync_folder(home)
+    with locked(home, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+        for number in _numbers(home) if is_mine else ():  # else a load reads one; the next save removes it
+            if number < int(done.name.partition("-")[2]):
+                shutil.rmtree(home / f"save-{number}", ignore_errors=True)
     return str(done)
 
 

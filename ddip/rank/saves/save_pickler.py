@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddip.protocol.objects import pickling
 from ddip.rank.inspection import kinds
@@ -61,6 +62,8 @@ class Key(NamedTuple):
     """Name within the module; empty for the variable's value."""
 
 
+Keys: TypeAlias = tuple[Key, ...]
+"""The positions at which one object is found; empty if a load makes it anew."""
 Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, size and stride of a tensor in its storage."""
 
@@ -89,30 +92,46 @@ def place_of(tensor: torch.Tensor) -> Place:
 class SavePickler(pickling.Pickler):
     """The pickler of one rank's variables; `slots` has the tensors, in the order in which they were met."""
 
-    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], keys: Mapping[int, Key]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        buffers: list[pickle.PickleBuffer],
+        keys: Mapping[int, Keys],
+        left_out: Collection[str] = (),
+    ) -> None:
         super().__init__(file, buffers)
-        self._keys = keys
+        self._keys, self._left_out = keys, left_out
         self.slots: list[Slot] = []
         self.wrappers: list[Any] = []
         """DDP wrappers, which a load creates in this order on all ranks."""
+        self.hooked: list[str] = []
+        """Descriptions of hooks that are not saved."""
         self.meshes: list[tuple[int, ...]] = []
         """Shapes of the device meshes, which a load creates in this order on all ranks."""
-        self.leaves: list[Any] = []
-        """Tensors that may have gradients."""
-        self.places: dict[Key, tuple[int, Place]] = {}
+        self.leaves: list[tuple[Any, Keys]] = []
+        """Tensors that may have gradients, with their keys."""
+        self.places: dict[Keys, tuple[int, Place]] = {}
         """Slot of each tensor that a load may fill, and its place there."""
         self._known: dict[int, int] = {}
         """Number of the slot of a storage, by the storage's ``_cdata``."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.requires_grad and obj.is_leaf:
-            self.leaves.append(obj)
+        keys = self._keys.get(id(obj), ())
+        if keys and all(key.variable in self._left_out for key in keys):
+            raise pickle.PicklingError(f"it holds a part of {keys[0].variable}, which cannot be saved")
+        if isinstance(obj, torch.Tensor):
+            if obj.requires_grad and obj.is_leaf:
+                self.leaves.append((obj, keys))
+            if obj._backward_hooks or getattr(obj, "_post_accumulate_grad_hooks", None):
+                self.hooked.append(f"hooks of {_name_of(keys)}")
+        if isinstance(obj, io.IOBase) and not isinstance(obj, (io.BytesIO, io.StringIO)):
+            raise pickle.PicklingError("it is an open file")
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
             return loaded_storage, (self._slot_of(obj),)
         if isinstance(obj, DTensor):
-            return self._reduce_sharded(obj)
+            return self._reduce_sharded(obj, keys)
         if isinstance(obj, DistributedDataParallel):
-            return self._reduce_wrapper(obj)
+            return self._reduce_wrapper(obj, keys)
         if type(obj).__name__ == "DeviceMesh" and type(obj).__module__ == "torch.distributed.device_mesh":
             return self._reduce_mesh(obj)
         if isinstance(obj, dist.ProcessGroup):
@@ -123,11 +142,13 @@ class SavePickler(pickling.Pickler):
             make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
             is_own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
             return make, args, (is_own, state), None, None, fill_sampler
-        key = self._keys.get(id(obj))
-        if key is not None:
-            return self._reduce_keyed(obj, key)
+        if isinstance(obj, DataLoader) and type(obj).__reduce_ex__ is object.__reduce_ex__ and "_iterator" in vars(obj):
+            make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
+            return make, args, {**state, "_iterator": None}  # it starts its persistent workers again
         if is_fully_sharded(obj):
-            return self._reduce_fully_sharded(obj)
+            return self._reduce_fully_sharded(obj, keys)
+        if keys:
+            return self._reduce_keyed(obj, keys)
         return super().reducer_override(obj)
 
     def memory_of(self, storage: Any) -> Any:
@@ -148,16 +169,15 @@ class SavePickler(pickling.Pickler):
             self.slots.append(Slot(flat, _device_text(storage.device), tuple(flat.shape)))
         return self._known[storage._cdata]
 
-    def _reduce_sharded(self, tensor: Any) -> tuple[Any, ...]:
+    def _reduce_sharded(self, tensor: Any, keys: Keys) -> tuple[Any, ...]:
         layout = Layout.of(tensor)
         whole = tensor.detach()
         self.slots.append(Slot(whole, _device_text(tensor.to_local().device), layout.whole))
         args = (len(self.slots) - 1, layout.whole, tensor.dtype, tensor.device_mesh, layout.placements)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        key = self._keys.get(id(tensor))
-        return sharded_tensor, (key, *args, is_parameter, tensor.requires_grad)
+        return sharded_tensor, (keys, *args, is_parameter, tensor.requires_grad)
 
-    def _reduce_wrapper(self, wrapper: Any) -> tuple[Any, ...]:
+    def _reduce_wrapper(self, wrapper: Any, keys: Keys) -> tuple[Any, ...]:
         if wrapper.process_group is not dist.group.WORLD:
             raise pickle.PicklingError(OTHER_GROUP)
         self.wrappers.append(wrapper)
@@ -165,8 +185,10 @@ class SavePickler(pickling.Pickler):
         settings["device_ids"] = None if not wrapper.device_ids else ["own"]
         settings["output_device"] = None
         settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1 << 20)
+        if any(state is not None and not isinstance(state, dist.ProcessGroup) for state, _ in wrapper._comm_hooks):
+            self.hooked.append(f"state of the communication hook of {_name_of(keys)}")
         return parallel_wrapper, (
-            self._keys.get(id(wrapper)),
+            keys,
             wrapper.module,
             settings,
             wrapper._comm_hooks,
@@ -183,28 +205,29 @@ class SavePickler(pickling.Pickler):
         self.meshes.append(shape)
         return device_mesh, (mesh.device_type, shape, mesh.mesh_dim_names)
 
-    def _reduce_keyed(self, obj: Any, key: Key) -> Any:
+    def _reduce_keyed(self, obj: Any, keys: Keys) -> Any:
         if isinstance(obj, torch.Tensor):
-            if kinds.is_plain(obj) and obj.layout is torch.strided and obj.device.type != "meta":
-                self.places[key] = self._slot_of(obj.untyped_storage()), place_of(obj)
+            if not is_lazy(obj) and kinds.is_plain(obj) and obj.layout is torch.strided and obj.device.type != "meta":
+                self.places[keys] = self._slot_of(obj.untyped_storage()), place_of(obj)
             make, args, *_ = self._plain_reduce(obj)
-            return open_tensor, (key, make, args)
-        if is_fully_sharded(obj):
-            return self._reduce_fully_sharded(obj)
+            return open_tensor, (keys, make, args)
         made = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if made[0] is not NEW_OBJECT or made[3:] not in ((), (None, None)):
             return super().reducer_override(obj)  # its class decides how it is pickled
         state = made[2]
         if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
             state = _without_sharding(state)
-        return open_object, (key, made[0], made[1]), (key, state), None, None, fill_object
+        if isinstance(obj, torch.optim.Optimizer) and isinstance(state, dict):
+            rest = {name: value for name, value in vars(obj).items() if name not in state and name != "step"}
+            return open_object, (keys, made[0], made[1]), (keys, state, rest), None, None, fill_optimizer
+        return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
     def _plain_reduce(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor and pickling._is_plain(tensor):
             return self._reduce_tensor(tensor)
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
-    def _reduce_fully_sharded(self, module: Any) -> tuple[Any, ...]:
+    def _reduce_fully_sharded(self, module: Any, keys: Keys) -> tuple[Any, ...]:
         own = _without_sharding(module.__dict__)
         state = module._get_fsdp_state()
         group = getattr(state, "_fsdp_param_group", None)
@@ -216,8 +239,12 @@ class SavePickler(pickling.Pickler):
                 "mp_policy": group.mp_policy,
                 "offload_policy": group.offload_policy,
             }
-        key, kind = self._keys.get(id(module)), type(module).__bases__[1]
-        return open_object, (key, NEW_OBJECT, (kind,)), (key, own, settings), None, None, fill_sharded
+        made = keys, NEW_OBJECT, (type(module).__bases__[1],)
+        return open_object, made, (keys, own, settings), None, None, fill_sharded
+
+
+def _name_of(keys: Keys) -> str:
+    return ".".join(filter(None, (keys[0].variable, keys[0].name))) if keys else "a tensor"
 
 
 def _root_of(mesh: Any) -> Any:
@@ -238,10 +265,20 @@ def _without_sharding(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def is_of_torch(hook: Any) -> bool:
+    """Return whether a hook's function is torch's own."""
+    function = _function_of(hook)
+    return (str(getattr(function, "__module__", "")) or type(function).__module__).partition(".")[0] == "torch"
+
+
+def _function_of(hook: Any) -> Any:
+    function = getattr(hook, "hook", hook)  # in torch's _WrappedHook
+    return getattr(function, "func", function)
+
+
 def _is_of_sharding(hook: Any) -> bool:
     """Return whether a hook belongs to ``fully_shard``, which adds it again."""
-    function = getattr(hook, "hook", hook)  # in torch's _WrappedHook
-    function = getattr(function, "func", function)
+    function = _function_of(hook)
     owner = getattr(function, "__self__", None)
     return "fsdp" in type(owner).__module__ or "fsdp" in str(getattr(function, "__module__", ""))
 
@@ -275,7 +312,7 @@ class Loading:
     storages: Mapping[int, torch.UntypedStorage]
     """Loaded storages by the number of their slot."""
     existing: Mapping[Key, Any]
-    """Objects that are used instead of new ones."""
+    """Objects of the session that are used instead of new ones."""
     chosen: Collection[str]
     """Names of the variables to load; existing objects of others stay as they are."""
     sharded: dict[int, Any] = field(default_factory=dict)
@@ -287,23 +324,31 @@ class Loading:
     wrappers: list[Any] = field(default_factory=list)
     """DDP wrappers, in the order in which they were saved."""
 
-    def use_existing_storages(self, places: Mapping[Key, tuple[int, Place]]) -> None:
+    def find(self, keys: Keys) -> Any:
+        """Return the object of the session to use instead of a new one; None for a new one."""
+        return next((self.existing[key] for key in keys if key in self.existing), None)
+
+    def use_existing_storages(self, places: Mapping[Keys, tuple[int, Place]]) -> None:
         """Let new tensors that share the memory of an existing one use its storage, which is filled later."""
         storages = dict(self.storages)
-        for key, (slot, place) in places.items():
-            old, new = self.existing.get(key), self.storages[slot]
+        for keys, (slot, place) in places.items():
+            old, new = self.find(keys), self.storages[slot]
             if old is None or storages[slot] is not new or not kinds.is_plain(old) or place_of(old) != place:
                 continue
             storage = old.untyped_storage()
             if storage.nbytes() == new.nbytes() and storage.device == new.device:
                 storages[slot] = storage
-                self.fill_later(key, functools.partial(storage.copy_, new))
+                self.fill_later(keys, functools.partial(storage.copy_, new))
         self.storages = storages
 
-    def fill_later(self, key: Key, step: Callable[[], object]) -> None:
-        """Fill the existing object at `key` by `step` when everything could be loaded."""
-        if key.variable in self.chosen:
+    def fill_later(self, keys: Keys, step: Callable[[], object]) -> None:
+        """Fill the existing object at `keys` by `step` when everything could be loaded, if it is to be loaded."""
+        if self.is_chosen(keys):
             self.fills.append(step)
+
+    def is_chosen(self, keys: Keys) -> bool:
+        """Return whether a variable to load holds the object at `keys`."""
+        return any(key.variable in self.chosen for key in keys)
 
 
 current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
@@ -345,7 +390,7 @@ def part_of_mesh(root: Any, names: tuple[str, ...]) -> Any:
 
 
 def sharded_tensor(
-    key: Key | None,
+    keys: Keys,
     slot: int,
     whole: tuple[int, ...],
     dtype: torch.dtype,
@@ -356,30 +401,32 @@ def sharded_tensor(
 ) -> Any:
     """Return a DTensor whose values are read later: a new one, or a new value for an existing one."""
     loading = current.get()
-    old = loading.existing.get(key) if key is not None else None
+    old = loading.find(keys)
     layout = Layout(whole, placements, mesh) if old is None else Layout.of(old)
     new = layout.tensor(torch.zeros(layout.place.shape, dtype=dtype, device=layout.mesh.device_type))
     loading.sharded[slot] = new.detach()
     new.requires_grad_(requires_grad)
-    if old is not None and key is not None:
-        loading.fill_later(key, lambda: _fill_tensor(old, new))
+    if old is not None:
+        loading.fill_later(keys, lambda: _fill_tensor(old, new))
         return old
     return torch.nn.Parameter(new, requires_grad) if is_parameter else new
 
 
 def parallel_wrapper(
-    key: Key | None, module: Any, settings: dict[str, Any], hooks: list[tuple[Any, Any]], training: bool
+    keys: Keys, module: Any, settings: dict[str, Any], hooks: list[tuple[Any, Any]], training: bool
 ) -> Any:
     """Return the existing wrapper, or wrap `module` in DDP again."""
     loading = current.get()
-    wrapper = loading.existing.get(key) if key is not None else None
-    if wrapper is None:
+    wrapper = loading.find(keys)
+    if wrapper is not None:
+        loading.fill_later(keys, lambda: setattr(wrapper, "training", training))
+    else:
         if settings["device_ids"] is not None:
             settings["device_ids"] = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         wrapper = DistributedDataParallel(module, init_sync=False, **settings)
         for state, hook in ((state, hook) for hook, state in hooks):
             wrapper.register_comm_hook(state, hook)
-        wrapper.train(training)
+        wrapper.training = training
     loading.wrappers.append(wrapper)
     return wrapper
 
@@ -395,19 +442,19 @@ def fill_sampler(sampler: Any, state: tuple[bool, dict[str, Any]]) -> None:
         sampler.total_size = sampler.num_samples * ranks
 
 
-def open_object(key: Key | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the existing object at `key`, or a new one without state."""
-    existing = current.get().existing
-    return existing[key] if key is not None and key in existing else make(*args)
+def open_object(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the existing object at `keys`, or a new one without state."""
+    old = current.get().find(keys)
+    return make(*args) if old is None else old
 
 
-def open_tensor(key: Key, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the existing tensor at `key`, which gets the values of the loaded one later, or the loaded one."""
+def open_tensor(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the existing tensor at `keys`, which gets the values of the loaded one later, or the loaded one."""
     loading, new = current.get(), make(*args)
-    if key not in loading.existing:
+    old = loading.find(keys)
+    if old is None:
         return new
-    old = loading.existing[key]
-    loading.fill_later(key, lambda: _fill_tensor(old, new))
+    loading.fill_later(keys, lambda: _fill_tensor(old, new))
     return old
 
 
@@ -417,16 +464,31 @@ def _fill_tensor(old: Any, new: Any) -> None:
         old.requires_grad_(new.requires_grad)
 
 
-def fill_object(obj: Any, state: tuple[Key, Any]) -> None:
+def fill_object(obj: Any, state: tuple[Keys, Any]) -> None:
     """Set the state of an object: of a new one now, of an existing one later, without its parts and hooks."""
-    key, saved = state
+    keys, saved = state
     loading = current.get()
-    if key not in loading.existing:
+    if loading.find(keys) is None:
         _set_state(obj, saved)
     elif isinstance(obj, torch.nn.Module):
-        loading.fill_later(key, lambda: _fill_module(obj, saved))
+        loading.fill_later(keys, lambda: _fill_module(obj, saved))
     else:
-        loading.fill_later(key, lambda: _set_state(obj, saved))
+        loading.fill_later(keys, lambda: _set_state(obj, saved))
+
+
+def fill_optimizer(optimizer: Any, state: tuple[Keys, Any, dict[str, Any]]) -> None:
+    """Set the state of an optimizer, with the attributes and hooks that it would not pickle by itself."""
+    keys, saved, rest = state
+
+    def fill() -> None:
+        optimizer.__setstate__(saved)
+        vars(optimizer).update(rest)
+
+    loading = current.get()
+    if loading.find(keys) is None:
+        fill()
+    else:
+        loading.fill_later(keys, fill)
 
 
 def _set_state(obj: Any, state: Any) -> None:
@@ -447,15 +509,18 @@ def _fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
     """Set the attributes of a module, except its parts, which are filled themselves, and its hooks."""
     kept = {name for name in state if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")}
     kept |= {name for name in state if "_hooks_" in name or name == "_is_full_backward_hook"}
+    since = [name for name in vars(module) if name not in state and not name.startswith((COMPOSABLE, "_compiled"))]
+    for name in since:  # such as a cache that did not exist yet
+        del vars(module)[name]
     vars(module).update({name: value for name, value in state.items() if name not in kept})
 
 
-def fill_sharded(module: Any, state: tuple[Key | None, dict[str, Any], dict[str, Any]]) -> None:
+def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]) -> None:
     """Set the state of a module of ``fully_shard``; a new one is sharded when everything could be loaded."""
-    key, own, settings = state
+    keys, own, settings = state
     loading = current.get()
-    if key is not None and key in loading.existing:
-        loading.fill_later(key, lambda: _fill_module(module, own))
+    if loading.find(keys) is not None:
+        loading.fill_later(keys, lambda: _fill_module(module, own))
         return
     _set_state(module, own)
     loading.completions.append(lambda: _shard_again(module, settings))

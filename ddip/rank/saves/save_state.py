@@ -11,9 +11,13 @@ the thread of rank 0 waits for these files, and commits. Threads use no collecti
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import pickle
 import threading
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from ddip.protocol.reports import SaveReport
-from ddip.rank.objects.checksum import tensor_checksums
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder
 from ddip.rank.saves.agreement import (
     AgreedError,
     Digests,
+    Fingerprints,
     classify_variables,
     digest_variables,
     do_on_all,
@@ -37,7 +41,15 @@ from ddip.rank.saves.agreement import (
 )
 from ddip.rank.saves.save_pickler import Slot
 from ddip.rank.saves.tensor_files import TensorWriter
-from ddip.rank.saves.variables import Packed, choose_variables, pack_variables, reshard_models, structure_of
+from ddip.rank.saves.variables import (
+    Packed,
+    choose_variables,
+    find_keys,
+    number_objects,
+    pack_variables,
+    reshard_models,
+    structure_of,
+)
 from ddip.sharded import contents
 from ddip.sharded.layout import DTensor
 
@@ -56,8 +68,8 @@ class _Facts:
     imports: list[str]
     left_out: dict[str, str]
     digests: Digests
-    sums: list[tuple[int, int | None]]
-    """Size and checksum of each plain tensor."""
+    sums: list[tuple[int, int, int]]
+    """Fingerprint of each plain tensor."""
     shards: list[Any]
     """Shape and type of each sharded tensor."""
     collectives: list[Any]
@@ -83,7 +95,7 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
     variables = do_on_all(lambda: choose_variables(names))
     reshard_models(variables.values())
     packed = do_on_all(lambda: pack_variables(variables))
-    ranks = gather_objects(_describe_part(variables, packed))
+    ranks = gather_objects(do_on_all(lambda: _describe_part(variables, packed)))
     slots = do_on_all(lambda: _name_slots(packed, ranks))
     buckets = [contents.buckets_of(wrapper) if contents.buckets_of else [] for wrapper in packed.pickler.wrappers]
     tensors = {name: slot.tensor for name, slot in slots.items()}
@@ -91,6 +103,8 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
         "parts": {name: pickled.sizes for name, pickled in packed.pickled.items()},
         "slots": [(name, slot.device, slot.shape, slot.is_sharded) for name, slot in slots.items()],
         "structures": {name: structure_of(value) for name, value in variables.items() if name in packed.pickled},
+        "identities": number_objects(find_keys(variables)),
+        "sums": ranks[dist.get_rank()].sums,
         "places": packed.pickler.places,
         "collectives": ranks[0].collectives,
         "buckets": buckets,
@@ -116,30 +130,34 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
         "left_out": left_out,
     }
     version = _begin_version(folder)
-    try:
+    with contextlib.ExitStack() as in_use:
+        if dist.get_rank() == 0:
+            in_use.enter_context(save_folder.locked(version, fcntl.LOCK_EX))
+            in_use.push(functools.partial(_drop_after_error, version))
         writer = TensorWriter(tensors, version)
         if background:
-            _running[:] = [_Background(writer, version, summary)]
+            _running[:] = [_Background(writer, version, summary, in_use.pop_all())]
         else:
             _write_version(writer, version, summary)
-    except BaseException:
-        if dist.get_rank() == 0:
-            save_folder.drop_version(version)
-        raise
     size = sum({name: size for of_rank in sizes for name, size in of_rank.items()}.values())
     seconds = time.monotonic() - began
     return {"error": "", "size": size, "variables": kinds, "left_out": left_out, "seconds": seconds}
 
 
+def _drop_after_error(version: str, kind: type[BaseException] | None, *_: object) -> None:
+    if kind is not None:
+        save_folder.drop_version(version)
+
+
 def _describe_part(variables: dict[str, Any], packed: Packed) -> _Facts:
     slots = packed.pickler.slots
-    plain = [slot.tensor for slot in slots if not slot.is_sharded]
+    prints = Fingerprints()
     return _Facts(
         names=[name for name in packed.pickled if name in variables],
         imports=[name for name, value in variables.items() if isinstance(value, ModuleType)],
         left_out=packed.left_out,
-        digests=digest_variables(),
-        sums=[(tensor.numel(), sum_) for tensor, sum_ in zip(plain, tensor_checksums(plain), strict=True)],
+        digests=digest_variables(prints),
+        sums=[prints.of(slot.tensor.untyped_storage()) for slot in slots if not slot.is_sharded],
         shards=[(slot.shape, str(slot.tensor.dtype)) for slot in slots if slot.is_sharded],
         collectives=[len(packed.pickler.wrappers), packed.pickler.meshes],
     )
@@ -169,7 +187,7 @@ def _name_slots(packed: Packed, ranks: list[_Facts]) -> dict[str, Slot]:
 def _stream_tensors(header: dict[str, Any], packed: Packed) -> dict[str, torch.Tensor]:
     """Return the header, the pickles, and each buffer that the pickles refer to, as tensors of bytes."""
     stream = b"".join(pickled.parts[0] for pickled in packed.pickled.values())
-    parts: dict[str, Any] = {HEADER: pickle.dumps(header), STREAM: stream}
+    parts: dict[str, Any] = {HEADER: pickle.dumps(header | {"crc": zlib.crc32(stream)}), STREAM: stream}
     for name, pickled in packed.pickled.items():
         parts |= {f"{name}/{number}": part for number, part in enumerate(pickled.parts) if number}
     prefix = f"rank{dist.get_rank()}"
@@ -206,9 +224,11 @@ def _commit(writer: TensorWriter, version: str, summary: dict[str, Any], results
 class _Background(threading.Thread):
     """Thread that writes this rank's part; on rank 0, it waits for all parts and commits the save."""
 
-    def __init__(self, writer: TensorWriter, version: str, summary: dict[str, Any]) -> None:
+    def __init__(
+        self, writer: TensorWriter, version: str, summary: dict[str, Any], in_use: contextlib.ExitStack
+    ) -> None:
         super().__init__(name="ddip-save", daemon=True)
-        self._writer, self._version, self._summary = writer, version, summary
+        self._writer, self._version, self._summary, self._in_use = writer, version, summary, in_use
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self.error = ""
         """Reason why the save failed; empty while it runs, and if it is complete."""
@@ -228,6 +248,7 @@ class _Background(threading.Thread):
         self.written.set()
         if self._rank == 0 and self.error:
             save_folder.drop_version(self._version)
+        self._in_use.close()
 
     def _finish(self, result: Any) -> None:
         done = Path(self._version) / f"part-{self._rank}.done"

@@ -15,7 +15,7 @@ from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.protocol.text import escape_surrogates
 from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import PRIVATE_NAMES
-from ddip.rank.saves.save_pickler import Key, SavePickler, is_fully_sharded
+from ddip.rank.saves.save_pickler import Key, Keys, SavePickler, is_fully_sharded, is_of_torch
 
 GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
@@ -38,15 +38,18 @@ def choose_variables(names: Collection[str]) -> dict[str, Any]:
         if not name.startswith("_") and name not in PRIVATE_NAMES and hidden.get(name, hidden) is not value
     ]
     chosen = {name: namespace[name] for name in (names or mine)}
+    if not chosen:
+        raise LookupError("there is no variable to save")
     return dict(sorted(chosen.items(), key=lambda item: (pickling.loading_order(item[1]), item[0])))
 
 
 def find_keys(variables: Mapping[str, Any]) -> dict[Key, Any]:
-    """Return the objects that a load can fill in place, by key."""
+    """Return the objects that a load can fill in place, by key; an object may have several."""
     found: dict[Key, Any] = {}
     for variable, value in variables.items():
         if isinstance(value, torch.nn.Module):
-            found |= {Key(variable, "module", name): module for name, module in value.named_modules()}
+            modules = value.named_modules(remove_duplicate=False)
+            found |= {Key(variable, "module", name): module for name, module in modules}
             found |= {Key(variable, "tensor", name): tensor for name, tensor in _tensors_of(value)}
         elif isinstance(value, KEYED):
             found[Key(variable, "object", "")] = value
@@ -54,18 +57,85 @@ def find_keys(variables: Mapping[str, Any]) -> dict[Key, Any]:
 
 
 def _tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def group_keys(keys: Mapping[Key, Any]) -> dict[int, Keys]:
+    """Return all keys of each object, by the object's id."""
+    found: dict[int, Keys] = {}
+    for key, value in keys.items():
+        found[id(value)] = (*found.get(id(value), ()), key)
+    return found
+
+
+def number_objects(keys: Mapping[Key, Any]) -> dict[Key, int]:
+    """Return a number for each key, which is equal for two keys of one object."""
+    numbers: dict[int, int] = {}
+    return {key: numbers.setdefault(id(value), len(numbers)) for key, value in keys.items()}
+
+
+def with_same_objects(saved: Mapping[Key, int], now: Mapping[Key, Any], names: Collection[str]) -> set[str]:
+    """Return those of the variables `names` that share objects in the session as they did when they were saved.
+
+    If two names are one object now but were two, or the reverse, neither can be filled in place.
+    """
+    chosen = set(names)
+    while True:
+        pairs = [(key, saved[key], id(now[key])) for key in now if key.variable in chosen and key in saved]
+        by_saved, by_now = dict[int, tuple[Key, int]](), dict[int, tuple[Key, int]]()
+        wrong: set[str] = set()
+        for key, number, identity in pairs:
+            first, other = by_saved.setdefault(number, (key, identity))
+            if other != identity:
+                wrong |= {first.variable, key.variable}
+            first, known = by_now.setdefault(identity, (key, number))
+            if known != number:
+                wrong |= {first.variable, key.variable}
+        if not wrong:
+            return chosen
+        chosen -= wrong
 
 
 def structure_of(value: Any) -> str:
-    """Return a text that is equal for two objects if one can take the state of the other; "" for other objects."""
+    """Return a text that is equal for two objects if one can take the state of the other; "" for other objects.
+
+    A module or optimizer with hooks of the user's is another object: the hooks may hold any other objects. So is a
+    tensor that cannot be written in place.
+    """
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, torch.nn.Module):
-        tensors = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors_of(value)]
-        return repr((kind, tensors, [(name, type(part).__qualname__) for name, part in value.named_modules()]))
-    if isinstance(value, torch.optim.Optimizer):
-        return repr((kind, [[tuple(p.shape) for p in group["params"]] for group in value.param_groups]))
+    try:
+        if isinstance(value, torch.nn.Module):
+            return _structure_of_module(value, kind)
+        if isinstance(value, torch.optim.Optimizer):
+            has_hooks = any(map(vars(value).get, pickling.OPTIMIZER_HOOKS))
+            return (
+                "" if has_hooks else repr((kind, [[tuple(p.shape) for p in g["params"]] for g in value.param_groups]))
+            )
+    except Exception:  # such as a module whose parameters have no shape yet
+        return ""
     return kind if isinstance(value, KEYED) else ""
+
+
+def _structure_of_module(module: torch.nn.Module, kind: str) -> str:
+    tensors, parts = _tensors_of(module), [*module.named_modules(remove_duplicate=False)]
+    if any(_has_own_hooks(part) for _, part in parts) or not all(_can_be_written(tensor) for _, tensor in tensors):
+        return ""
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
+    return repr((kind, facts, [(name, type(part).__qualname__) for name, part in parts]))
+
+
+def _has_own_hooks(module: torch.nn.Module) -> bool:
+    groups = [
+        hooks for name, hooks in vars(module).items() if name.endswith(pickling.HOOKS) and isinstance(hooks, dict)
+    ]
+    return any(not is_of_torch(hook) for hooks in groups for hook in hooks.values() if callable(hook))
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    is_expanded = tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return not is_expanded and (tensor.is_leaf or not tensor.requires_grad)
 
 
 def reshard_models(values: Iterable[Any]) -> None:
@@ -88,17 +158,18 @@ class Packed:
 
 def pack_variables(variables: Mapping[str, Any]) -> Packed:
     """Pickle `variables` and their gradients with one memo, without variables that cannot be pickled."""
-    keys: dict[int, Key] = {}
-    for key, value in find_keys(variables).items():
-        keys.setdefault(id(value), key)
+    keys = group_keys(find_keys(variables))
     left_out: dict[str, str] = {}
+    order = list(variables)
     while True:  # a pickler cannot be used again after an error
-        graph, name = Graph(lambda file, buffers: SavePickler(file, buffers, keys)), ""
-        rest = [name for name in variables if name not in left_out]
+        graph, name = Graph(lambda file, buffers: SavePickler(file, buffers, keys, left_out)), ""
+        rest = [name for name in order if name not in left_out]
         try:
             for name in rest:
                 graph.add(name, variables[name])
-            graph.add(GRADIENTS, [(leaf, leaf.grad) for leaf in graph.pickler.leaves if leaf.grad is not None])
+            pickler = graph.pickler
+            gradients = [(leaf, leaf.grad, of) for leaf, of in pickler.leaves if leaf.grad is not None]
+            graph.add(GRADIENTS, gradients)
         except Exception as error:
             left_out[name] = _reason_text(error)
             for other in rest[rest.index(name) + 1 :]:
@@ -106,8 +177,14 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
                     Graph(lambda file, buffers: SavePickler(file, buffers, keys)).add(other, variables[other])
                 except Exception as other_error:
                     left_out[other] = _reason_text(other_error)
-        else:
-            return Packed(graph.pickled(), graph.pickler, left_out)
+            continue
+        early = [name for name in rest if name in pickler.globals]
+        early.sort(key=lambda name: pickling.loading_order(variables[name]))
+        ordered = [*early, *(name for name in rest if name not in early)]
+        if ordered == rest:
+            notes = dict.fromkeys(pickler.hooked, "torch does not save them; add them again after a load")
+            return Packed(graph.pickled(), pickler, left_out | notes)
+        order = ordered  # code of a class may read them while an object is loaded
 
 
 def _reason_text(error: Exception) -> str:
