@@ -1147,11 +1147,11 @@ class Group:
 
     def _finish_saves(self) -> None:
         """Wait until the ranks have written a save in the background, unless the user presses stop."""
-        if not self.alive or not (self._writes or self.options.saves is not None) or 0 in self.ranks.ended:
+        if not self.alive or not (self._writes or self.options.saves is not None) or self.ranks.ended:
             return
         try:
             told = False
-            while self._save_status()["writing"]:
+            while not self.ranks.ended and self._save_status()["writing"]:
                 if not told:
                     notify(f"waiting until the last save is written; {stop_name()} gives it up")
                 told = True

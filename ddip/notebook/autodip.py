@@ -32,6 +32,8 @@ LOCAL_MAGICS = [
     "dipwatch",
     "dipper",
     "dipexport",
+    "dipsave",
+    "dipload",
     "load_ext",
     "reload_ext",
     "unload_ext",

@@ -24,12 +24,8 @@ from sphinx.application import Sphinx
 
 import ddip
 from ddip.notebook import for_programs
-from ddip.notebook.cell_magics import CellMagics
-from ddip.notebook.export_magic import ExportMagics
+from ddip.notebook.loading import GROUP_MAGICS
 from ddip.notebook.magics import DipMagics
-from ddip.notebook.objects import ObjectMagics
-from ddip.notebook.state_magics import TrainingMagics
-from ddip.notebook.watching import WatchMagics
 from ddip.protocol import status_types
 from ddip.protocol.switches import LOST
 
@@ -66,7 +62,7 @@ class Magic(Directive):
     def run(self) -> list[nodes.Node]:
         """Return one section: the usage, the description, and the arguments."""
         name = self.arguments[0]
-        homes = (DipMagics, ObjectMagics, TrainingMagics, CellMagics, WatchMagics, ExportMagics)
+        homes = (DipMagics, *GROUP_MAGICS)
         function = next(getattr(home, name) for home in homes if hasattr(home, name))
         typed = ("%%" if name == "dip" else "%") + name
         section = nodes.section(ids=[name])

@@ -364,6 +364,15 @@ with ddip.Group(2) as group:
 """
 
 
+CHECK = """
+import torch.distributed as dist
+assert all((value == step).all() for value in values), step
+steps = [None] * world_size
+dist.all_gather_object(steps, step)
+assert len(set(steps)) == 1
+"""
+
+
 @pytest.mark.parametrize("moment", few([f"{who} {ms}" for who in ("script", "rank") for ms in (0, 5, 10)], "script 5"))
 def test_a_kill_at_any_moment_leaves_a_complete_save(cells: ddip.Group, folder: str, moment: str) -> None:
     who, delay = moment.split()
@@ -375,13 +384,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_save(cells: ddip.Group, folder: 
         os.kill(pids[0 if who == "script" else 2], signal.SIGKILL)
         saved += [int(line) for line in script.stdout if line.strip().isdigit()]
     cells.load(folder)
-    cells.run("""
-        import torch.distributed as dist
-        assert all((value == step).all() for value in values), step
-        steps = [None] * world_size
-        dist.all_gather_object(steps, step)
-        assert len(set(steps)) == 1
-    """)
+    cells.run(CHECK)
     assert cells.pull(["step"])["step"] >= saved[-1] - 1, saved  # the last one may have been written in the background
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from ddip.notebook.autodip import LOCAL_MAGICS
-from ddip.notebook.cell_magics import CellMagics
-from ddip.notebook.export_magic import ExportMagics
+from ddip.notebook.loading import GROUP_MAGICS
 from ddip.notebook.magics import DipMagics
-from ddip.notebook.objects import ObjectMagics
-from ddip.notebook.state_magics import TrainingMagics
-from ddip.notebook.watching import WatchMagics
 from ddip.rank.kernel.refusals import NOTEBOOK_MAGICS
 
-HOMES = (DipMagics, CellMagics, ObjectMagics, TrainingMagics, WatchMagics, ExportMagics)
+HOMES = (DipMagics, *GROUP_MAGICS)
 OURS = {name for home in HOMES for name in home.magics["line"]}
 
 

@@ -12,14 +12,7 @@ from pathlib import Path
 import pytest
 
 import ddip
-from ddip.notebook.loading import (
-    CellMagics,
-    DipMagics,
-    ExportMagics,
-    ObjectMagics,
-    TrainingMagics,
-    WatchMagics,
-)
+from ddip.notebook.loading import GROUP_MAGICS, DipMagics
 from ddip.protocol import status_types
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -66,8 +59,7 @@ def test_the_page_lists_every_json_type() -> None:
 
 
 def test_the_page_lists_every_magic() -> None:
-    classes = [CellMagics, DipMagics, ExportMagics, ObjectMagics, TrainingMagics, WatchMagics]
-    magics = {name for kind in classes for names in kind.magics.values() for name in names}
+    magics = {name for kind in (DipMagics, *GROUP_MAGICS) for names in kind.magics.values() for name in names}
     assert set(re.findall(r"\{dip-magic\} (\w+)", (DOCS / "magics.md").read_text())) == magics
 
 

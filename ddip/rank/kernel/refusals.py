@@ -27,6 +27,8 @@ NOTEBOOK_MAGICS = (
     "dipstatus",
     "dipper",
     "dipexport",
+    "dipsave",
+    "dipload",
 )
 OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a separate cell"
 DIP = "is not a magic: the cell runs on the ranks anyway"

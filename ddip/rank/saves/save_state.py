@@ -237,40 +237,55 @@ class _Background(threading.Thread):
 
     def run(self) -> None:
         """Write the part, and commit on rank 0."""
+        result: Any
         try:
-            result: Any = self._writer.write()
+            result = self._writer.write()
         except Exception as error:
             result = f"{reason_text(error)} (on rank {self._rank})"
-        try:
-            self._finish(result)
-        except Exception as error:
-            self.error = self.error or reason_text(error)
-        self.written.set()
-        if self._rank == 0 and self.error:
-            save_folder.drop_version(self._version)
-        self._in_use.close()
-
-    def _finish(self, result: Any) -> None:
-        done = Path(self._version) / f"part-{self._rank}.done"
-        new = done.with_suffix(".new")
-        new.write_bytes(pickle.dumps(result))
-        new.rename(done)
-        self.written.set()
+            for file in Path(self._version).glob(f"__{self._rank}_*"):
+                file.unlink(missing_ok=True)  # makes room on a full disk
         if self._rank:
             self.error = result if isinstance(result, str) else ""
+            self._leave_result(result)
+            self.written.set()
             return
-        files = [done.with_name(f"part-{rank}.done") for rank in range(self._ranks)]
-        while not all(file.exists() for file in files):
+        self.written.set()
+        with self._in_use:
+            try:
+                self.error = self._commit_all(result)
+            except Exception as error:
+                self.error = reason_text(error)
+            if self.error:
+                save_folder.drop_version(self._version)
+
+    def _part(self, rank: int, suffix: str) -> Path:
+        return Path(self._version) / f"part-{rank}.{suffix}"
+
+    def _leave_result(self, result: Any) -> None:
+        """Leave the result of this rank for rank 0 in a file; an empty one says that there was no room for it."""
+        try:
+            self._part(self._rank, "new").write_bytes(pickle.dumps(result))
+            self._part(self._rank, "new").rename(self._part(self._rank, "done"))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._part(self._rank, "full").touch()
+
+    def _commit_all(self, result: Any) -> str:
+        """Wait for the results of the other ranks, and commit the save; return why that failed, or ""."""
+        others = range(1, self._ranks)
+        while not all(self._part(rank, "done").exists() or self._part(rank, "full").exists() for rank in others):
             if self.abandoned:
-                raise RuntimeError("a rank ended before it had written its part")
+                return "a rank ended before it had written its part"
             time.sleep(POLL_SECONDS)
-        results = [pickle.loads(file.read_bytes()) for file in files]
-        for file in files:
-            file.unlink()
-        self.error = next((result for result in results if isinstance(result, str)), "")
-        if self.error:
-            return
+        if full := [rank for rank in others if self._part(rank, "full").exists()]:
+            return f"No space left on the device of rank {full[0]}"
+        results = [result, *(pickle.loads(self._part(rank, "done").read_bytes()) for rank in others)]
+        for rank in others:
+            self._part(rank, "done").unlink()
+        if error := next((found for found in results if isinstance(found, str)), ""):
+            return error
         _commit(self._writer, self._version, self._summary, results)
+        return ""
 
 
 def background_save() -> tuple[bool, str]:
