@@ -113,7 +113,14 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "run1")
 
 
-@pytest.mark.parametrize("kind", few(KINDS, "ddp", "fsdp"))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        pytest.param("fsdp", marks=pytest.mark.grid(in_ci=True)),
+        *(pytest.param(kind, marks=pytest.mark.grid) for kind in ("plain", "tensor_parallel", "both")),
+    ],
+)
 def test_training_continues_in_any_session_as_if_undisturbed(warmed_up: None, kind: str, folder: str) -> None:
     with ddip.Group(KINDS[kind]) as group:
         group.run(f"{TRAINING}\nprepare({kind}); train(3)")
@@ -373,6 +380,7 @@ assert len(set(steps)) == 1
 """
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("moment", few([f"{who} {ms}" for who in ("script", "rank") for ms in (0, 5, 10)], "script 5"))
 def test_a_kill_at_any_moment_leaves_a_complete_save(cells: ddip.Group, folder: str, moment: str) -> None:
     who, delay = moment.split()
@@ -405,7 +413,7 @@ def test_ranks_save_at_a_common_point(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import ddip, time
         points = []
-        for step in range(2000):
+        for step in range(800):
             time.sleep(0.001 + 0.001 * rank)
             if ddip.save_point(): points.append(step)
     """)
@@ -525,6 +533,19 @@ def test_an_optimizer_of_a_model_that_cannot_be_saved_is_left_out(cells: ddip.Gr
     report = cells.save(folder)
     assert report["left_out"].keys() == {"net", "opt"}
     assert "holds a part of net" in report["left_out"]["opt"]
+
+
+def test_a_model_of_fsdp1_is_left_out(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        net = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+        opt = torch.optim.Adam(net.parameters())
+        net(torch.ones(1, 4)).sum().backward()
+        opt.step()
+        kept = 1
+    """)
+    assert cells.save(folder)["left_out"].keys() == {"net", "opt"}
 
 
 def test_a_partial_load_changes_nothing_else(cells: ddip.Group, folder: str) -> None:

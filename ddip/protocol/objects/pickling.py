@@ -295,7 +295,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None:
-            if type(obj) is torch.Tensor and _is_plain(obj):
+            if type(obj) is torch.Tensor and is_plain_tensor(obj):
                 return self._reduce_tensor(obj)
             if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
                 self.moved = self.moved or is_elsewhere(obj)
@@ -335,7 +335,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return make_function, (code, variables, obj.__closure__), (own, attributes), None, None, fill_function
 
     def _reduce_torch_object(self, obj: Any, torch: Any) -> tuple[Any, ...] | None:
-        _ensure_whole(obj, torch)
+        ensure_whole(obj, torch)
         if isinstance(obj, torch.Tensor):
             self.has_hooks |= bool(obj._backward_hooks or getattr(obj, "_post_accumulate_grad_hooks", None))
             self.parameters += [obj] * isinstance(obj, torch.nn.Parameter)
@@ -389,7 +389,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return plain_tensor, (storage, tensor.dtype, *place, tensor.requires_grad)
 
 
-def _ensure_whole(obj: Any, torch: Any) -> None:
+def ensure_whole(obj: Any, torch: Any) -> None:
     """Raise PicklingError for one rank's part of a sharded object: it would pass for the whole object."""
     kind = type(obj)
     if kind is torch.nn.Parameter:
@@ -429,7 +429,7 @@ def fill_module(module: Any, state: dict[str, Any]) -> None:
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(number + 1 for number in numbers)])
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain_tensor(tensor: Any) -> bool:
     """Return whether storage, sizes and strides describe a ``torch.Tensor`` completely."""
     return (
         tensor.device.type != "meta"

@@ -134,6 +134,7 @@ class SavePickler(pickling.Pickler):
             return self._reduce_wrapper(obj, keys)
         if type(obj).__name__ == "DeviceMesh" and type(obj).__module__ == "torch.distributed.device_mesh":
             return self._reduce_mesh(obj)
+        pickling.ensure_whole(obj, torch)
         if isinstance(obj, dist.ProcessGroup):
             if obj is not dist.group.WORLD:
                 raise pickle.PicklingError(OTHER_GROUP)
@@ -164,6 +165,7 @@ class SavePickler(pickling.Pickler):
 
     def _slot_of(self, storage: torch.UntypedStorage) -> int:
         if storage._cdata not in self._known:
+            self._shared_storage(storage)  # raises for a part of FSDP1
             self._known[storage._cdata] = len(self.slots)
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             self.slots.append(Slot(flat, _device_text(storage.device), tuple(flat.shape)))
@@ -223,14 +225,15 @@ class SavePickler(pickling.Pickler):
         return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
     def _plain_reduce(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is torch.Tensor and pickling._is_plain(tensor):
+        if type(tensor) is torch.Tensor and pickling.is_plain_tensor(tensor):
             return self._reduce_tensor(tensor)
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     def _reduce_fully_sharded(self, module: Any, keys: Keys) -> tuple[Any, ...]:
         own = _without_sharding(module.__dict__)
         state = module._get_fsdp_state()
-        group = getattr(state, "_fsdp_param_group", None)
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        group = groups[0]
         settings: dict[str, Any] = {"mesh": None}
         if group is not None:
             settings = {
@@ -284,6 +287,7 @@ def _is_of_sharding(hook: Any) -> bool:
 
 
 def is_fully_sharded(obj: Any) -> bool:
+    """Return whether `obj` is a module that ``fully_shard`` was called with."""
     return isinstance(obj, torch.nn.Module) and hasattr(obj, "_get_fsdp_state")
 
 
