@@ -1055,7 +1055,9 @@ class Group:
         return report
 
     def save_every(self, seconds: float | None, folder: str = "", names: Sequence[str] = ()) -> None:
-        """Save the variables regularly, where cells from now on call ``ddip.save_point``; see also `save_if_due`.
+        """Save the variables regularly at the points that later cells mark with ``ddip.save_point``.
+
+        `save_if_due` does so between cells.
 
         Parameters
         ----------
@@ -1087,9 +1089,9 @@ class Group:
         return self.save(due["folder"], due["names"], background=True)
 
     def save_before_end(self, seconds: float) -> bool:
-        """Save now as `save_every` asks for, at the next point of the cell that runs, as a scheduler ends the job soon.
+        """Save at the next point of the running cell, as `save_every` asks for; at once if none runs.
 
-        May be called in any thread.
+        For schedulers that announce the end of a job. May be called in any thread.
 
         Parameters
         ----------
@@ -1117,14 +1119,14 @@ class Group:
         return True
 
     def background_error(self) -> str:
-        """Return the reason why the last save in the background has failed, once; empty if it runs or is complete."""
+        """Return once why the last save in the background failed; empty if it runs or is complete."""
         error = self._save_status()["error"] if self._writes or self.options.saves is not None else ""
         known, self._known_error = self._known_error, error
         return error if error != known else ""
 
     @property
     def _schedule(self) -> SaveSchedule | None:
-        """The schedule of saves; None after ranks were replaced, which lack the variables that a save would have."""
+        """The schedule of saves; None after ranks were replaced, since new ranks lack variables."""
         if self.options.saves is not None and self._saved_ranks != self._engines:
             folder, self.options.saves = self.options.saves["folder"], None
             notify(

@@ -466,7 +466,7 @@ def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, li
 
 
 def variable_names(typed: list[str], magic: str) -> list[str]:
-    """Return the names in `typed`, each once; raise BadInput for one that is no name. `magic`: the command."""
+    """Return the names in `typed`, each once; raise BadInput, with the command `magic`, for other words."""
     names = [*dict.fromkeys(name for word in typed for name in word.split(",") if name)]
     for name in names:
         if not name.isidentifier():

@@ -103,7 +103,7 @@ class SaveMagics(GroupMagics):
     @argument("--anyway", action="store_true", help="Load what another release of Python or torch has saved.")
     @line_magic
     def dipload(self, line: str = "") -> None:
-        """Load the variables of %dipsave into all ranks, so that a training continues as if it had not stopped.
+        """Load the variables of %dipsave into all ranks; training continues as if it had not stopped.
 
         Existing models, optimizers and schedulers with the same structure are filled in place; other variables are
         replaced. Loading runs code that the files contain, so files of other users are refused.

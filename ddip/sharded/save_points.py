@@ -11,7 +11,7 @@ at_point: Callable[[], bool] | None = None
 
 
 def save_point() -> bool:
-    """Mark a point at which all ranks are between two steps: ddip saves the variables here if a save is due.
+    """Mark a point between two steps, at which ddip saves the variables if a save is due.
 
     Call it on all ranks, once per step. It returns at once unless ``%dipsave --every`` is on. A save is due after the
     time that was typed there, and after a scheduler's warning: SIGUSR1, and SIGTERM to the notebook::

@@ -18,7 +18,7 @@ def schedule_of(folder: str, names: Sequence[str], seconds: float) -> SaveSchedu
 
 
 def save_variables(manager: ProcessGroupManager, folder: str, names: Sequence[str], background: bool) -> SaveReport:
-    """Save `names`, by default all, on all ranks; see ``Group.save``. Raises TransferError with the ranks' reason."""
+    """Save `names`, by default all, as ``Group.save`` does; raise TransferError with the ranks' reason."""
     call = on_rank.save_variables(_whole_path(folder), list(names), background)
     report = manager.ask_together(call)[0]
     if report["error"]:
@@ -27,7 +27,7 @@ def save_variables(manager: ProcessGroupManager, folder: str, names: Sequence[st
 
 
 def load_variables(manager: ProcessGroupManager, folder: str, names: Sequence[str], anyway: bool) -> LoadReport:
-    """Load `names`, by default all, on all ranks; see ``Group.load``. Raises TransferError with the ranks' reason."""
+    """Load `names`, by default all, as ``Group.load`` does; raise TransferError with the ranks' reason."""
     call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
     report = manager.ask_together(call)[0]
     if report["error"]:

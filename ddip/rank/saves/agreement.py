@@ -22,6 +22,7 @@ from ddip.rank.inspection.walk import Walk
 from ddip.sharded import contents
 
 T = TypeVar("T")
+EQUAL_BUT_FOR_BUFFERS = "equal but for buffers"
 HOOKS = re.compile(r"\._\w*hooks\w*\[")
 """Part of a path to a hook; ``fully_shard`` adds them in an order that differs between ranks."""
 
@@ -85,7 +86,10 @@ class Fingerprints:
         self._known: dict[int, tuple[int, int, int]] = {}
 
     def of(self, storage: torch.UntypedStorage) -> tuple[int, int, int]:
-        """Return size, CRC-32 and sum of a storage's bytes: a CRC detects changes of order, which a sum does not."""
+        """Return size, CRC-32 and sum of a storage's bytes.
+
+        A CRC detects changes of order, which a sum does not.
+        """
         if storage._cdata not in self._known:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             self._known[storage._cdata] = fingerprint_of(flat)
@@ -157,7 +161,7 @@ def _is_of_rank(path: str, walk: Walk) -> bool:
 
 
 def classify_variables(names: Collection[str], ranks: Sequence[Digests], imports: Collection[str]) -> dict[str, str]:
-    """Return ``equal``, ``sharded`` or ``per rank`` for each of `names`; ``equal but for buffers`` for a module.
+    """Classify `names` as ``equal``, ``equal but for buffers``, ``sharded`` or ``per rank``.
 
     `ranks`: the digests of all ranks; `imports`: names of imported modules.
     """
@@ -169,5 +173,6 @@ def classify_variables(names: Collection[str], ranks: Sequence[Digests], imports
         elif any(name in digests.sharded for digests in ranks):
             found[name] = "sharded"
         else:
-            found[name] = "equal" if len({d.buffers.get(name) for d in ranks}) == 1 else "equal but for buffers"
+            has_equal_buffers = len({digests.buffers.get(name) for digests in ranks}) == 1
+            found[name] = "equal" if has_equal_buffers else EQUAL_BUT_FOR_BUFFERS
     return found

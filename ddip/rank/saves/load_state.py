@@ -31,7 +31,14 @@ from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
-from ddip.rank.saves.agreement import AgreedError, do_on_all, fingerprint_of, gather_objects, reason_text
+from ddip.rank.saves.agreement import (
+    EQUAL_BUT_FOR_BUFFERS,
+    AgreedError,
+    do_on_all,
+    fingerprint_of,
+    gather_objects,
+    reason_text,
+)
 from ddip.rank.saves.save_pickler import Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
 from ddip.rank.saves.tensor_files import TensorReader
@@ -40,6 +47,7 @@ from ddip.sharded import contents
 
 PER_RANK = "it differed between the {then} ranks, and there are {now} now"
 DEFINED = "this session's definition was kept; the saved one, or its attributes, differ"
+BUFFERS = "they differed between the ranks; each has rank 0's now"
 _nothing = object()
 SHARED = (int, float, complex, str, bytes, type(None), types.FunctionType, types.ModuleType, type)
 """Classes of values that other variables may hold without a link to the replaced variable."""
@@ -82,14 +90,10 @@ class _Source:
             raise
         except Exception as error:
             raise ValueError(f"{version} is damaged: {reason_text(error)}") from error
-        others = {
-            name: release for name, release in save_folder.releases().items() if facts["releases"][name] != release
-        }
+        now, saved = save_folder.current_releases(), facts["releases"]
+        others = [f"{name} {saved[name]}, and this is {name} {now[name]}" for name in now if saved[name] != now[name]]
         if others and not anyway:
-            texts = [
-                f"{name} {facts['releases'][name]}, and this is {name} {release}" for name, release in others.items()
-            ]
-            raise ValueError(f"it was saved with {'; '.join(texts)}; --anyway loads it all the same")
+            raise ValueError(f"it was saved with {'; '.join(others)}; --anyway loads it all the same")
         if unknown := [name for name in names if name not in facts["variables"]]:
             why = [f"{name} (left out: {facts['left_out'][name]})" for name in unknown if name in facts["left_out"]]
             raise LookupError(f"it has no variable {', '.join(why or unknown)}")
@@ -106,10 +110,13 @@ class _Source:
         why = PER_RANK.format(then=self.facts["ranks"], now=dist.get_world_size())
         kinds = self.facts["variables"]
         left = {} if self.is_same_size else {name: why for name in names if kinds[name] == "per rank"}
-        return {name for name in names if name not in left and name in self.header["parts"]}, left
+        chosen = {name for name in names if name not in left and name in self.header["parts"]}
+        if not self.is_same_size:
+            left |= {f"buffers of {name}": BUFFERS for name in sorted(chosen) if kinds[name] == EQUAL_BUT_FOR_BUFFERS}
+        return chosen, left
 
     def read_storages(self) -> dict[int, torch.UntypedStorage]:
-        """Return the contents of all storages by the number of their slot; raise ValueError if they are damaged."""
+        """Return the contents of all storages by number of slot; raise ValueError if they are damaged."""
         found, tensors = {}, {}
         for number, (name, device, shape, is_sharded) in enumerate(self.header["slots"]):
             if not is_sharded:
@@ -136,19 +143,20 @@ class _Source:
 
 
 def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
-    """Load the variables `names`, by default all, of the latest save in `folder`; a collective of all ranks.
+    """Load the variables `names`, by default all, of the latest save in `folder`.
 
-    Modules, optimizers, schedulers and scalers that exist with the same structure are filled in place; other variables
-    are replaced. If it fails, the report has the reason, the same on all ranks, and nothing has changed.
+    All ranks must call this. Modules, optimizers, schedulers and scalers that exist with the same structure are filled
+    in place; other variables are replaced. If it fails, the report has the reason, the same on all ranks, and nothing
+    has changed.
     """
     try:
-        with save_folder.locked(folder):
-            return _load(folder, names, anyway)
+        with save_folder.lock_folder(folder):
+            return _load_agreed(folder, names, anyway)
     except AgreedError as error:
         return {**NOT_LOADED, "error": str(error)}
 
 
-def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
+def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     wait_for_background()
     is_first = dist.get_rank() == 0
     version = gather_objects(do_on_all(lambda: save_folder.latest_version(folder) if is_first else ""))[0]
@@ -158,32 +166,30 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
     variables = user_namespace()
     reshard_models(variables.values())
     structures = source.header["structures"]
-    fitting = [n for n, text in structures.items() if text and n in variables and _fits(variables[n], text)]
+    fitting = [n for n, text in structures.items() if text and n in variables and _has_structure(variables[n], text)]
     keys = find_keys({name: variables[name] for name in fitting})
     fitting = sorted(with_same_objects(source.header["identities"], keys, fitting))
     in_place = set.intersection(*map(set, gather_objects(fitting)))
     existing = {key: value for key, value in keys.items() if key.variable in in_place}
     loading = Loading(do_on_all(source.read_storages), existing, chosen)
     loading.use_existing_storages(source.header["places"])
-    replaced = do_on_all(lambda: _Namespace(variables))
+    replaced = _Namespace(variables)
     try:
         values, kept = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))
-        do_on_all(lambda: source.read_sharded(loading.sharded))
+        with _without_interrupts():  # a rank that has agreed to go on must not stop
+            do_on_all(lambda: source.read_sharded(loading.sharded))
+            _apply_values(loading, values.pop(GRADIENTS), in_place & chosen)
+            for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
+                if contents.use_buckets is not None:
+                    contents.use_buckets(wrapper, buckets)
+            if not names:
+                process_settings.take_over(source.header["settings"])
+                if source.is_same_size:
+                    contents.set_process_generators(source.header["generators"])
     except BaseException:
         replaced.restore()
         raise
-    with _without_interrupts():
-        for step in (*loading.fills, *loading.completions):
-            step()
-        _set_gradients(values.pop(GRADIENTS), loading, in_place & chosen, variables)
-        for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
-            if contents.use_buckets is not None:
-                contents.use_buckets(wrapper, buckets)
-        if not names:
-            process_settings.take_over(source.header["settings"])
-            if source.is_same_size:
-                contents.set_process_generators(source.header["generators"])
-        history.replace_snapshots()
+    history.replace_snapshots()
     loaded = sorted({name for of_rank in gather_objects([*values]) for name in of_rank})
     return {
         "error": "",
@@ -197,8 +203,8 @@ def _load(folder: str, names: list[str], anyway: bool) -> LoadReport:
     }
 
 
-def _fits(value: Any, structure: str) -> bool:
-    """Return whether a load can fill `value`: it has this structure, and is no wrapper of a former process group."""
+def _has_structure(value: Any, structure: str) -> bool:
+    """Return whether `value` has this structure, and is no wrapper of a former process group."""
     is_lost = isinstance(value, torch.nn.Module) and any(map(wrappers.is_lost, value.modules()))
     return not is_lost and structure_of(value) == structure
 
@@ -234,7 +240,7 @@ class _Namespace:
 def _unpickle_variables(
     source: _Source, loading: Loading, namespace: _Namespace, chosen: set[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Unpickle all variables, and set those that are chosen; return these, and the reasons for definitions kept.
+    """Unpickle all variables and set the chosen ones; return these, and the reasons for kept definitions.
 
     Raises ValueError, with the variable's name, if one cannot be unpickled.
     """
@@ -281,12 +287,13 @@ def _without_interrupts() -> Iterator[None]:
         former(*pressed[0])
 
 
-def _set_gradients(
-    gradients: list[tuple[Any, Any, Keys]], loading: Loading, in_place: set[str], variables: Mapping[str, Any]
-) -> None:
-    for name in in_place:
-        for parameter in variables[name].parameters() if isinstance(variables[name], torch.nn.Module) else ():
-            parameter.grad = None
+def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_place: set[str]) -> None:
+    """Fill the existing objects, complete the new ones, and set the gradients of both."""
+    for step in (*loading.fills, *loading.completions):
+        step()
+    for key, value in loading.existing.items():
+        if key.variable in in_place and isinstance(value, torch.nn.Parameter):
+            value.grad = None
     for tensor, gradient, keys in gradients:
         if loading.find(keys) is None or loading.is_chosen(keys):
             tensor.grad = gradient

@@ -51,10 +51,10 @@ def _reach_point() -> bool:
     plan = _plan
     assert plan is not None
     plan.calls += 1
-    return plan.calls >= plan.next_check and _check(plan)
+    return plan.calls >= plan.next_check and _agree_on_save(plan)
 
 
-def _check(plan: _Plan) -> bool:
+def _agree_on_save(plan: _Plan) -> bool:
     from ddip.rank.saves.agreement import gather_objects
 
     now, calls = time.monotonic(), plan.calls - plan.checked_calls
@@ -67,10 +67,10 @@ def _check(plan: _Plan) -> bool:
     if not any(due for *_, due in answers):
         return False
     plan.last, plan.warned = now, False
-    return _save(plan, in_background=not any(warned for _, warned, _ in answers))
+    return _save_here(plan, in_background=not any(warned for _, warned, _ in answers))
 
 
-def _save(plan: _Plan, in_background: bool) -> bool:
+def _save_here(plan: _Plan, in_background: bool) -> bool:
     global saves
     from ddip.rank.saves.save_state import save_variables
 
@@ -82,7 +82,10 @@ def _save(plan: _Plan, in_background: bool) -> bool:
 
 
 def begin_cell(schedule: SaveSchedule | None) -> None:
-    """Follow `schedule` in the cell that begins; None: save nothing. Counts begin again, the same on all ranks."""
+    """Follow `schedule` in the cell that begins; None: save nothing.
+
+    Counts begin again, so that they are the same on all ranks.
+    """
     global _plan
     save_points.at_point = None if schedule is None else _reach_point
     if schedule is None:

@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 def begin_version(folder: str) -> str:
-    """Create and return the folder of a new version in `folder`; remove what ended processes have left there.
+    """Create a folder for a new version in `folder`, and remove what ended processes have left there.
 
     Raises ValueError if `folder` has other files or is a file, and OSError.
     """
@@ -41,7 +41,7 @@ def begin_version(folder: str) -> str:
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     for entry in home.iterdir():
         if PARTIAL.fullmatch(entry.name):
-            with locked(entry, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+            with lock_folder(entry, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
                 if is_mine:
                     shutil.rmtree(entry, ignore_errors=True)
         elif not COMPLETE.fullmatch(entry.name):
@@ -67,7 +67,7 @@ def complete_version(version: str, facts: dict[str, Any]) -> str:
     _sync_folder(partial)
     home = partial.parent
     while True:
-        done = home / f"save-{max(_numbers(home), default=0) + 1}"
+        done = home / f"save-{max(_version_numbers(home), default=0) + 1}"
         try:
             partial.rename(done)
             break
@@ -75,16 +75,16 @@ def complete_version(version: str, facts: dict[str, Any]) -> str:
             if not done.exists():  # else another session was quicker
                 raise
     _sync_folder(home)
-    with locked(home, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
-        for number in _numbers(home) if is_mine else ():  # else a load reads one; the next save removes it
+    with lock_folder(home, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_mine:
+        for number in _version_numbers(home) if is_mine else ():  # else a load reads one; the next save removes it
             if number < int(done.name.partition("-")[2]):
                 shutil.rmtree(home / f"save-{number}", ignore_errors=True)
     return str(done)
 
 
 @contextlib.contextmanager
-def locked(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
-    """Lock a folder within this context, by default for reading; yield False if it does not exist or is in use."""
+def lock_folder(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
+    """Lock a folder, by default for reading; yield False if it does not exist or is in use."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -115,7 +115,7 @@ def latest_version(folder: str) -> str:
     contain.
     """
     home = Path(folder)
-    number = max(_numbers(home), default=None) if home.is_dir() else None
+    number = max(_version_numbers(home), default=None) if home.is_dir() else None
     if number is None:
         raise LookupError(f"there is no save in {folder}")
     version = home / f"save-{number}"
@@ -126,19 +126,22 @@ def latest_version(folder: str) -> str:
 
 
 def read_facts(version: str) -> dict[str, Any]:
-    """Return the facts about a version; raises ValueError if they have another format."""
-    facts: dict[str, Any] = json.loads((Path(version) / FACTS).read_text(errors="replace"))
-    if facts.get("format") != FORMAT:
-        raise ValueError(f"{version} has format {facts.get('format')}, and this ddip reads format {FORMAT}")
-    return facts
+    """Return the facts about a version; raises ValueError if they are damaged or have another format."""
+    try:
+        facts: dict[str, Any] = json.loads((Path(version) / FACTS).read_text(errors="replace"))
+        if facts["format"] != FORMAT:
+            raise ValueError(f"{version} has format {facts['format']}, and this ddip reads format {FORMAT}")
+        return {name: facts[name] for name in ("releases", "time", "ranks", "variables", "left_out")}
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{version} is damaged: {FACTS} is incomplete") from error
 
 
-def releases() -> dict[str, str]:
+def current_releases() -> dict[str, str]:
     """Return the releases of Python and torch, on which a save may depend."""
     return {"Python": ".".join(map(str, sys.version_info[:2])), "torch": ".".join(torch.__version__.split(".")[:2])}
 
 
-def _numbers(home: Path) -> list[int]:
+def _version_numbers(home: Path) -> list[int]:
     found = (COMPLETE.fullmatch(entry.name) for entry in home.iterdir())
     return [int(match[1]) for match in found if match]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextvars
 import copyreg
 import functools
+import inspect
 import io
 import math
 import pickle
@@ -251,7 +252,7 @@ def _name_of(keys: Keys) -> str:
 
 
 def _root_of(mesh: Any) -> Any:
-    """Return the mesh of which `mesh` is a part, as ``mesh["data"]`` is; a mesh that is no part is its own."""
+    """Return the mesh of which `mesh` is a part, such as ``mesh["data"]``; `mesh` itself if it is whole."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # before torch 2.10
@@ -427,11 +428,23 @@ def parallel_wrapper(
     else:
         if settings["device_ids"] is not None:
             settings["device_ids"] = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-        wrapper = DistributedDataParallel(module, init_sync=False, **settings)
+        wrapper = _wrap_module(module, settings)
         for state, hook in ((state, hook) for hook, state in hooks):
             wrapper.register_comm_hook(state, hook)
         wrapper.training = training
     loading.wrappers.append(wrapper)
+    return wrapper
+
+
+def _wrap_module(module: Any, settings: dict[str, Any]) -> DistributedDataParallel:
+    """Wrap `module` in DDP without sending it rank 0's parameters and buffers."""
+    if "init_sync" in inspect.signature(DistributedDataParallel).parameters:
+        return DistributedDataParallel(module, init_sync=False, **settings)
+    kept = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]  # torch 2.4
+    wrapper = DistributedDataParallel(module, **settings)
+    with torch.no_grad():
+        for tensor, values in kept:
+            tensor.copy_(values)
     return wrapper
 
 
@@ -453,7 +466,7 @@ def open_object(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def open_tensor(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the existing tensor at `keys`, which gets the values of the loaded one later, or the loaded one."""
+    """Return the existing tensor at `keys`, to be filled later, or else the loaded one."""
     loading, new = current.get(), make(*args)
     old = loading.find(keys)
     if old is None:
@@ -553,7 +566,7 @@ def _shard_again(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _without_memory(parameter: Any, mesh: Any) -> torch.Tensor:
-    """Return a tensor without memory for ``fully_shard`` to shard over `mesh`, with the placements of other meshes."""
+    """Return a tensor without memory for ``fully_shard`` to shard over `mesh`."""
     of_parameter = parameter.device_mesh
     if mesh is None or mesh.ndim == of_parameter.ndim:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -61,8 +61,8 @@ _running: list[_Background] = []
 
 
 @dataclass
-class _Facts:
-    """What a rank tells the others about its part of a save."""
+class _PartFacts:
+    """Facts about one rank's part of a save, which it sends to the others."""
 
     names: list[str]
     imports: list[str]
@@ -83,12 +83,12 @@ def save_variables(folder: str, names: list[str], background: bool) -> SaveRepor
     fails, the report has the reason, the same on all ranks, and the former save of the folder stays.
     """
     try:
-        return _save(folder, names, background)
+        return _save_agreed(folder, names, background)
     except AgreedError as error:
         return {"error": str(error), "size": 0, "variables": {}, "left_out": {}, "seconds": 0.0}
 
 
-def _save(folder: str, names: list[str], background: bool) -> SaveReport:
+def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
     began = time.monotonic()
     wait_for_background()
     generators = contents.process_generators()
@@ -106,7 +106,6 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
         "identities": number_objects(find_keys(variables)),
         "sums": ranks[dist.get_rank()].sums,
         "places": packed.pickler.places,
-        "collectives": ranks[0].collectives,
         "buckets": buckets,
         "generators": generators,
         "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.CARRIED},
@@ -123,7 +122,7 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
     left_out = {name: why for rank in ranks for name, why in rank.left_out.items()}
     summary = {
         "format": save_folder.FORMAT,
-        "releases": save_folder.releases(),
+        "releases": save_folder.current_releases(),
         "time": time.time(),
         "ranks": dist.get_world_size(),
         "variables": kinds,
@@ -132,7 +131,7 @@ def _save(folder: str, names: list[str], background: bool) -> SaveReport:
     version = _begin_version(folder)
     with contextlib.ExitStack() as in_use:
         if dist.get_rank() == 0:
-            in_use.enter_context(save_folder.locked(version, fcntl.LOCK_EX))
+            in_use.enter_context(save_folder.lock_folder(version, fcntl.LOCK_EX))
             in_use.push(functools.partial(_drop_after_error, version))
         writer = TensorWriter(tensors, version)
         if background:
@@ -149,10 +148,10 @@ def _drop_after_error(version: str, kind: type[BaseException] | None, *_: object
         save_folder.drop_version(version)
 
 
-def _describe_part(variables: dict[str, Any], packed: Packed) -> _Facts:
+def _describe_part(variables: dict[str, Any], packed: Packed) -> _PartFacts:
     slots = packed.pickler.slots
     prints = Fingerprints()
-    return _Facts(
+    return _PartFacts(
         names=[name for name in packed.pickled if name in variables],
         imports=[name for name, value in variables.items() if isinstance(value, ModuleType)],
         left_out=packed.left_out,
@@ -163,7 +162,7 @@ def _describe_part(variables: dict[str, Any], packed: Packed) -> _Facts:
     )
 
 
-def _name_slots(packed: Packed, ranks: list[_Facts]) -> dict[str, Slot]:
+def _name_slots(packed: Packed, ranks: list[_PartFacts]) -> dict[str, Slot]:
     """Return the slots by name; all ranks have the same name for a sharded tensor, and for an equal one.
 
     Raises ValueError if the ranks have different sharded tensors, DDP models or device meshes.
@@ -210,10 +209,10 @@ def _begin_version(folder: str) -> str:
 
 def _write_version(writer: TensorWriter, version: str, summary: dict[str, Any]) -> None:
     results = gather_objects(do_on_all(writer.write))
-    do_on_all(lambda: _commit(writer, version, summary, results) if dist.get_rank() == 0 else None)
+    do_on_all(lambda: _commit_version(writer, version, summary, results) if dist.get_rank() == 0 else None)
 
 
-def _commit(writer: TensorWriter, version: str, summary: dict[str, Any], results: list[Any]) -> None:
+def _commit_version(writer: TensorWriter, version: str, summary: dict[str, Any], results: list[Any]) -> None:
     writer.finish(results)
     save_folder.complete_version(version, summary)
 
@@ -284,7 +283,7 @@ class _Background(threading.Thread):
             self._part(rank, "done").unlink()
         if error := next((found for found in results if isinstance(found, str)), ""):
             return error
-        _commit(self._writer, self._version, self._summary, results)
+        _commit_version(self._writer, self._version, self._summary, results)
         return ""
 
 
@@ -295,7 +294,7 @@ def background_save() -> tuple[bool, str]:
 
 
 def wait_for_background() -> None:
-    """Wait until the former save is complete, on all ranks; give it up if a rank that wrote a part has ended."""
+    """Wait on all ranks until the former save is complete; give it up if one of its ranks has ended."""
     for thread in _running:
         thread.written.wait()
     gather_objects(None)

@@ -75,7 +75,7 @@ def number_objects(keys: Mapping[Key, Any]) -> dict[Key, int]:
 
 
 def with_same_objects(saved: Mapping[Key, int], now: Mapping[Key, Any], names: Collection[str]) -> set[str]:
-    """Return those of the variables `names` that share objects in the session as they did when they were saved.
+    """Return the variables of `names` that share objects now as they did when they were saved.
 
     If two names are one object now but were two, or the reverse, neither can be filled in place.
     """
@@ -97,7 +97,7 @@ def with_same_objects(saved: Mapping[Key, int], now: Mapping[Key, Any], names: C
 
 
 def structure_of(value: Any) -> str:
-    """Return a text that is equal for two objects if one can take the state of the other; "" for other objects.
+    """Return a text that is equal for two objects if one can take the state of the other; else "".
 
     A module or optimizer with hooks of the user's is another object: the hooks may hold any other objects. So is a
     tensor that cannot be written in place.
@@ -139,7 +139,7 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
 
 
 def reshard_models(values: Iterable[Any]) -> None:
-    """Free the gathered parameters of models of ``fully_shard``, which would be found instead of the sharded ones."""
+    """Free gathered parameters of ``fully_shard``, which would be found instead of the sharded ones."""
     for value in values:
         for module in value.modules() if isinstance(value, torch.nn.Module) else ():
             if is_fully_sharded(module):
