@@ -18,7 +18,6 @@ import concurrent.futures
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -46,15 +45,16 @@ from ddip.group.members.members import Member
 from ddip.group.members.placement import GroupSpec, HostRequest, Request
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects import model_layout as shards
-from ddip.group.objects import modules, saves, transfer
+from ddip.group.objects import modules, transfer
 from ddip.group.objects.modules import Modules, ModulesPushed
 from ddip.group.objects.transfer import Transferred
 from ddip.group.options import Options
 from ddip.group.profiling.profile import Profiling, folder_for
+from ddip.group.saves import Saves
 from ddip.group.watching import peek, vitals
 from ddip.group.watching.peek import SECONDS
 from ddip.group.watching.vitals import PERIOD
-from ddip.output.area import inform, notify, stop_name
+from ddip.output.area import inform, notify
 from ddip.output.cells.background_page import BackgroundOutput, Differing
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.router import CellOutput
@@ -65,10 +65,10 @@ from ddip.output.tables.profile_report import Profile
 from ddip.output.tables.shards_table import ShardsTable
 from ddip.output.tables.vitals_table import RankVitals
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import CellOptions, SaveSchedule
+from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.reports import LoadReport, SaveReport, SaveStatus
+from ddip.protocol.reports import LoadReport, SaveReport
 from ddip.protocol.status_types import Status
 from ddip.settings import DEFAULTS
 
@@ -89,8 +89,6 @@ KEEP_FRAMES = (
 )
 END_SECONDS = 5.0
 """Time for a background cell to end after it was stopped at its prompt."""
-POINT_SECONDS = 0.2
-"""Time between two looks whether a loop has reached a point at which it saves."""
 ASKING = "asking the ranks was interrupted"
 
 
@@ -168,8 +166,6 @@ class Group:
     ) -> None:
         limits = timeout, collect, spawn, failure_grace, stall_timeout, keep_frames
         self.options = Options(*limits, display or DisplayOptions())
-        self._saved_at, self._saved_ranks = 0.0, list[int]()
-        self._writes, self._known_error = False, ""
         """Settings that may be changed at any time; they apply to later steps."""
         self.history = history or History()
         """Cells of this group and of the groups before it."""
@@ -186,6 +182,7 @@ class Group:
         self._modules = Modules()
         self._ide_token = secrets.token_hex(16)
         self.lifecycle = Lifecycle(request, self._new_cluster, self.options, self.history, progress)
+        self.saves = Saves(self.lifecycle)
 
     def __enter__(self) -> Group:
         return self
@@ -291,7 +288,7 @@ class Group:
 
     def shutdown(self) -> None:
         """End all processes of the group, and remove all its temporary files. A second call does nothing."""
-        self._finish_saves()
+        self.saves.finish()
         self.lifecycle.shutdown()
 
     close = shutdown
@@ -737,7 +734,7 @@ class Group:
             asked["break_on"] = list(placement.check_ranks(break_on, self.world_size, "break_on"))
         if self.options.keep_frames:
             asked["keep_frames"] = True
-        if (schedule := self._schedule) is not None:
+        if (schedule := self.saves.schedule) is not None:
             asked["saves"] = schedule
         if code.lstrip().startswith(DEBUG):
             asked["debugs"] = True
@@ -1013,10 +1010,7 @@ class Group:
         RequestInterrupted
             If the user pressed the stop button; an earlier save stays.
         """
-        with self.lifecycle.turn:
-            self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            self._writes = background
-            return saves.save_variables(self._parts.manager, folder, names, background)
+        return self.saves.save(folder, names, background)
 
     def load(self, folder: str, names: Sequence[str] = (), *, anyway: bool = False) -> LoadReport:
         """Load saved variables into all ranks. Loading runs code that the files contain.
@@ -1048,9 +1042,7 @@ class Group:
         RequestInterrupted
             If the user pressed the stop button.
         """
-        with self.lifecycle.turn:
-            self.lifecycle.ensure_ready_for_cell(needs_group=True)
-            report = saves.load_variables(self._parts.manager, folder, names, anyway)
+        report = self.saves.load(folder, names, anyway)
         self.history.changes.append(Change(f"%dipload loaded {folder}"))
         return report
 
@@ -1066,8 +1058,7 @@ class Group:
         folder, names
             As for `save`.
         """
-        self.options.saves = saves.schedule_of(folder, names, seconds) if seconds is not None else None
-        self._saved_at, self._saved_ranks = time.monotonic(), self._engines
+        self.saves.save_every(seconds, folder, names)
 
     def save_if_due(self) -> SaveReport | None:
         """Save in the background between two cells if `save_every` asks for it, and no cell runs.
@@ -1082,11 +1073,7 @@ class Group:
         TransferError, GroupError, RequestInterrupted
             As for `save`.
         """
-        due = self._schedule
-        if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._runs_cells:
-            return None
-        self._saved_at = time.monotonic()
-        return self.save(due["folder"], due["names"], background=True)
+        return self.saves.save_if_due()
 
     def save_before_end(self, seconds: float) -> bool:
         """Save at the next point of the running cell, as `save_every` asks for; at once if none runs.
@@ -1103,65 +1090,7 @@ class Group:
         bool
             True if the save is complete.
         """
-        due, end = self._schedule, time.monotonic() + seconds
-        if due is None:
-            return False
-        if self._runs_cells:
-            before = self._save_status()["warned"]
-            self.ranks.call_on_control_channel(self.ranks.live, on_rank.request_save(), seconds=NAME_SECONDS)
-            while self._runs_cells and time.monotonic() < end:
-                if self._save_status()["warned"] > before:
-                    return True
-                time.sleep(POINT_SECONDS)
-            if self._runs_cells:
-                return False
-        self.save(due["folder"], due["names"])
-        return True
-
-    def background_error(self) -> str:
-        """Return once why the last save in the background failed; empty if it runs or is complete."""
-        error = self._save_status()["error"] if self._writes or self.options.saves is not None else ""
-        known, self._known_error = self._known_error, error
-        return error if error != known else ""
-
-    @property
-    def _schedule(self) -> SaveSchedule | None:
-        """The schedule of saves; None after ranks were replaced, since new ranks lack variables."""
-        if self.options.saves is not None and self._saved_ranks != self._engines:
-            folder, self.options.saves = self.options.saves["folder"], None
-            notify(
-                f"ranks have been replaced, so ddip no longer saves to {folder}; load it with %dipload {folder}, then "
-                "type %dipsave --every again"
-            )
-        return self.options.saves
-
-    @property
-    def _engines(self) -> list[int]:
-        return [member.engine for member in self.members]
-
-    @property
-    def _runs_cells(self) -> bool:
-        return bool(self._parts.cells.active_on(range(self.world_size)))
-
-    def _save_status(self) -> SaveStatus:
-        answer = self.ranks.call_on_control_channel([0], on_rank.describe_saves(), seconds=NAME_SECONDS)[0]
-        return answer or {"warned": 0, "writing": False, "error": ""}
-
-    def _finish_saves(self) -> None:
-        """Wait until the ranks have written a save in the background, unless the user presses stop."""
-        if not self.alive or not (self._writes or self.options.saves is not None) or self.ranks.ended:
-            return
-        try:
-            told = False
-            while not self.ranks.ended and self._save_status()["writing"]:
-                if not told:
-                    notify(f"waiting until the last save is written; {stop_name()} gives it up")
-                told = True
-                time.sleep(POINT_SECONDS)
-            if error := self.background_error():
-                notify(f"the last save in the background failed: {error}")
-        except KeyboardInterrupt:
-            notify("the last save was given up; the save before it stays")
+        return self.saves.save_before_end(seconds)
 
     def report_faults(self) -> None:
         """Rebuild the process group after a fault, and print which variables differ, if all ranks are free.

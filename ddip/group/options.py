@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ddip.output.cells.display_options import DisplayOptions
-from ddip.protocol.cell_messages import SaveSchedule
 from ddip.settings import DEFAULTS
 
 
@@ -27,5 +26,3 @@ class Options:
     """True to keep the frames of a failed cell for the debugger until the next cell."""
     display: DisplayOptions = field(default_factory=DisplayOptions)
     """Options for the output of cells."""
-    saves: SaveSchedule | None = None
-    """Saves that the ranks make at points of their loops, and the notebook between cells."""

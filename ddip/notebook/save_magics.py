@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddip.notebook.magics import DipMagics
 
 SHOWN_NAMES = 8
-WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
+WARNINGS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGTERM") if hasattr(signal, name))  # not on Windows
 """Signals with which a scheduler announces that it ends the notebook soon."""
 POINT_SECONDS = 25.0
 """Longest wait for a point at which the running loop saves; Slurm and Kubernetes end processes 30 s after SIGTERM."""
@@ -152,7 +152,7 @@ class SaveMagics(GroupMagics):
         if group is None or not group.alive:
             return
         try:
-            if error := group.background_error():
+            if error := group.saves.background_error():
                 print(f"ddip: the last save in the background failed, and the former save stays: {error}")
             group.save_if_due()
         except DdipError as error:
@@ -163,7 +163,7 @@ class SaveMagics(GroupMagics):
             signal.signal(number, self._former.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
         else:
-            self._is_last = number == signal.SIGTERM
+            self._is_last = self._is_last or number == signal.SIGTERM
             threading.Thread(target=self._save_before_end, args=(number,), daemon=True).start()
 
     def _save_before_end(self, number: int) -> None:

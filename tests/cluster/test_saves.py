@@ -345,8 +345,8 @@ def test_a_full_disk_leaves_the_former_save(cells: ddip.Group, tmp_path: Path, b
         cells.run("large = torch.rand(200_000, generator=torch.Generator().manual_seed(rank)); count = 2")
         if background:
             cells.save(str(tmp_path / "run1"), background=True)
-            wait_until(lambda: not cells._save_status()["writing"])
-            assert "No space left" in cells._save_status()["error"]
+            wait_until(lambda: not cells.saves.status()["writing"])
+            assert "No space left" in cells.saves.status()["error"]
         else:
             with pytest.raises(TransferError, match="No space left"):
                 cells.save(str(tmp_path / "run1"))
@@ -403,7 +403,7 @@ def test_a_save_in_the_background_has_the_values_of_its_time(cells: ddip.Group, 
     cells.run("import torch\nlarge = torch.zeros(3_000_000); step = 1")
     cells.save(folder, background=True)
     cells.run("large += 1; step = 2")
-    wait_until(lambda: not cells._save_status()["writing"])
+    wait_until(lambda: not cells.saves.status()["writing"])
     cells.load(folder)
     cells.run("assert step == 1 and (large == 0).all()")
 
@@ -420,7 +420,7 @@ def test_ranks_save_at_a_common_point(cells: ddip.Group, folder: str) -> None:
             if ddip.save_point(): points.append(step)
     """)
     cells.save_every(None)
-    wait_until(lambda: not cells._save_status()["writing"])
+    wait_until(lambda: not cells.saves.status()["writing"])
     of_ranks = [found["points"] for found in cells.pull_all(["points"], range(2))[0]]
     assert of_ranks[0] == of_ranks[1]
     cells.load(folder, ["step"])
@@ -660,8 +660,8 @@ def test_two_sessions_may_save_to_one_folder(cells: ddip.Group, folder: str) -> 
         for _ in range(3):
             cells.save(folder, background=True)
             group.save(folder, background=True)
-        wait_until(lambda: not (group._save_status()["writing"] or cells._save_status()["writing"]))
-        assert not group.background_error()
+        wait_until(lambda: not (group.saves.status()["writing"] or cells.saves.status()["writing"]))
+        assert not group.saves.background_error()
         group.load(folder)
         group.run("assert len(set(large.tolist())) == 1")
 
@@ -682,7 +682,7 @@ def test_a_schedule_stops_when_ranks_are_replaced(warmed_up: None, folder: str) 
         group.run("weights = [1]")
         group.save_every(0, folder)
         assert group.save_if_due() is not None
-        wait_until(lambda: not group._save_status()["writing"])
+        wait_until(lambda: not group.saves.status()["writing"])
         with pytest.raises(CellError):
             group.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
         group.repair()
@@ -769,7 +769,7 @@ def test_a_failed_cell_saves_nothing(cells: ddip.Group, folder: str) -> None:
     cells.save_every(0, folder)
     cells.run("step = 1")
     assert cells.save_if_due() is not None
-    wait_until(lambda: not cells._save_status()["writing"])
+    wait_until(lambda: not cells.saves.status()["writing"])
     with pytest.raises(CellError):
         cells.run("step = 2\nif rank == 0: raise ValueError")
     cells.save_every(None)

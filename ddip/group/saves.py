@@ -1,0 +1,147 @@
+"""Let the ranks save their variables together and load them; follow a schedule of saves.
+
+between cells    the notebook asks the ranks to save: ``%dipsave``, or a schedule after a cell
+within a cell    the cell's options carry the schedule; the ranks agree at a point of the loop (``rank/saves/points``)
+in threads       ranks write a save in the background; the notebook asks how it went, and waits for it at the end
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from ddip.errors import GroupError, TransferError
+from ddip.group.lifecycle import Lifecycle
+from ddip.output.area import notify, stop_name
+from ddip.protocol import on_rank
+from ddip.protocol.cell_messages import SaveSchedule
+from ddip.protocol.reports import LoadReport, SaveReport, SaveStatus
+
+log = logging.getLogger("ddip")
+ANSWER_SECONDS = 2.0
+"""Longest wait for the answer of a rank."""
+POINT_SECONDS = 0.2
+"""Time between two looks whether a loop has reached a point at which it saves."""
+NOTHING: SaveStatus = {"warned": 0, "writing": False, "error": ""}
+REPLACED = (
+    "ranks have been replaced, so ddip no longer saves to {folder}; load it with %dipload {folder}, then type %dipsave "
+    "--every again"
+)
+
+
+class Saves:
+    """The saves of one group; ``Group`` describes the methods with the same names."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._schedule: SaveSchedule | None = None
+        self._scheduled_ranks: list[int] = []
+        """Engines of the ranks for which the schedule was made."""
+        self._saved_at = 0.0
+        self._writes = False
+        """True if the last save was one in the background."""
+        self._known_error = ""
+
+    @property
+    def schedule(self) -> SaveSchedule | None:
+        """The schedule of saves; None after ranks were replaced, since new ranks lack variables."""
+        if self._schedule is not None and self._scheduled_ranks != self._engines:
+            notify(REPLACED.format(folder=self._schedule["folder"]))
+            self._schedule = None
+        return self._schedule
+
+    @property
+    def _engines(self) -> list[int]:
+        return [member.engine for member in self._lifecycle.parts.ranks.members]
+
+    @property
+    def _runs_cells(self) -> bool:
+        return bool(self._lifecycle.parts.cells.active_on(range(self._lifecycle.size)))
+
+    def save(self, folder: str, names: Sequence[str], background: bool) -> SaveReport:
+        """Save variables of all ranks to `folder`."""
+        with self._lifecycle.turn:
+            self._lifecycle.ensure_ready_for_cell(needs_group=True)
+            self._writes = background
+            call = on_rank.save_variables(_whole_path(folder), list(names), background)
+            report = self._lifecycle.parts.manager.ask_together(call)[0]
+        if report["error"]:
+            raise TransferError(f"nothing was saved: {report['error']}")
+        return report
+
+    def load(self, folder: str, names: Sequence[str], anyway: bool) -> LoadReport:
+        """Load saved variables into all ranks."""
+        with self._lifecycle.turn:
+            self._lifecycle.ensure_ready_for_cell(needs_group=True)
+            call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
+            report = self._lifecycle.parts.manager.ask_together(call)[0]
+        if report["error"]:
+            raise TransferError(f"nothing was loaded: {report['error']}")
+        return report
+
+    def save_every(self, seconds: float | None, folder: str, names: Sequence[str]) -> None:
+        """Begin a schedule of saves, or end it for None."""
+        self._schedule = None
+        if seconds is not None:
+            self._schedule = {"folder": _whole_path(folder), "names": list(names), "seconds": seconds}
+        self._saved_at, self._scheduled_ranks = time.monotonic(), self._engines
+
+    def save_if_due(self) -> SaveReport | None:
+        """Save in the background if the schedule asks for it, and no cell runs."""
+        due = self.schedule
+        if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._runs_cells:
+            return None
+        self._saved_at = time.monotonic()
+        return self.save(due["folder"], due["names"], background=True)
+
+    def save_before_end(self, seconds: float) -> bool:
+        """Save at the next point of the running cell, within `seconds`; at once if none runs."""
+        due, end = self.schedule, time.monotonic() + seconds
+        if due is None:
+            return False
+        if self._runs_cells:
+            ranks, before = self._lifecycle.parts.ranks, self.status()["warned"]
+            ranks.call_on_control_channel(ranks.live, on_rank.request_save(), seconds=ANSWER_SECONDS)
+            while self._runs_cells and time.monotonic() < end:
+                if self.status()["warned"] > before:
+                    return True
+                time.sleep(POINT_SECONDS)
+            if self._runs_cells:
+                return False
+        self.save(due["folder"], due["names"], background=False)
+        return True
+
+    def status(self) -> SaveStatus:
+        """Return how the saves of rank 0 go, also while it runs a cell."""
+        ranks = self._lifecycle.parts.ranks
+        return ranks.call_on_control_channel([0], on_rank.describe_saves(), seconds=ANSWER_SECONDS)[0] or NOTHING
+
+    def background_error(self) -> str:
+        """Return once why the last save in the background failed; empty if it runs or is complete."""
+        error = self.status()["error"] if self._writes or self._schedule is not None else ""
+        known, self._known_error = self._known_error, error
+        return error if error != known else ""
+
+    def finish(self) -> None:
+        """Wait until the ranks have written a save in the background, unless the user presses stop."""
+        if not self._lifecycle.alive or not (self._writes or self._schedule is not None):
+            return
+        try:
+            is_told = False
+            while not self._lifecycle.parts.ranks.ended and self.status()["writing"]:
+                if not is_told:
+                    notify(f"waiting until the last save is written; {stop_name()} gives it up")
+                is_told = True
+                time.sleep(POINT_SECONDS)
+            if not self._lifecycle.parts.ranks.ended and (error := self.background_error()):
+                notify(f"the last save in the background failed: {error}")
+        except GroupError:
+            log.debug("the controller ended before the last save was written", exc_info=True)
+        except KeyboardInterrupt:
+            notify("the last save was given up; the save before it stays")
+
+
+def _whole_path(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
