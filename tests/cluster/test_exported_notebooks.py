@@ -22,6 +22,7 @@ EQUAL = {
     "hf_finetune": ("from transformers import TrainerCallback", "--check model"),
     "kaggle_colab": (END, "--check model losses points"),
     "long_runs": (END, "--check model losses right"),
+    "saving": ("%makedip -r -n 2", "--check model losses"),
     "scripts": ("%diprun train.py --crash-at 3", "--check model losses"),
     "multi_process_tutorial": ("args = argparse", "--check model mine"),
 }
@@ -37,6 +38,7 @@ REFUSED = {
     "hf_finetune": "-a hf changes its framework on ranks, which a script does not",
     "lightning": "-a lightning changes its framework on ranks, which a script does not",
     "multi_process_tutorial": "it failed (",
+    "saving": "%makedip changed the group from 2 to 3 ranks",
     "scripts": "only a script in the notebook's folder can be exported",
 }
 """Reason why ddip refuses to export a notebook at its end; without --check, so that any doubt counts."""
