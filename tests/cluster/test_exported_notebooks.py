@@ -22,7 +22,6 @@ EQUAL = {
     "hf_finetune": ("from transformers import TrainerCallback", "--check model"),
     "kaggle_colab": (END, "--check model losses points"),
     "long_runs": (END, "--check model losses right"),
-    "saving": ("%makedip -r -n 2", "--check model losses"),
     "scripts": ("%diprun train.py --crash-at 3", "--check model losses"),
     "multi_process_tutorial": ("args = argparse", "--check model mine"),
 }

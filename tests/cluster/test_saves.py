@@ -419,6 +419,7 @@ def test_ranks_save_at_a_common_point(cells: ddip.Group, folder: str) -> None:
                 points.append(step)
                 break
     """)
+    cells.run("import ddip.rank.saves.points as _points\nassert not _points._plan.error, _points._plan")
     cells.save_every(None)
     wait_until(lambda: not cells.saves.status()["writing"])
     of_ranks = [found["points"] for found in cells.pull_all(["points"], range(2))[0]]

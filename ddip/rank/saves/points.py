@@ -36,6 +36,8 @@ class _Plan:
     """Calls of ``save_point`` in this cell."""
     next_check: int = 1
     """Call at which the ranks talk to each other."""
+    error: str = ""
+    """Reason why the last save at a point failed; empty if it did not."""
     checked: float = 0.0
     checked_calls: int = 0
     """Time and calls of the last check in this cell."""
@@ -76,8 +78,9 @@ def _save_here(plan: _Plan, in_background: bool) -> bool:
 
     report = save_variables(plan.schedule["folder"], plan.schedule["names"], in_background)
     saves += not in_background and not report["error"]
-    if report["error"] and os.environ.get("RANK") == "0":
+    if report["error"] not in ("", plan.error) and os.environ.get("RANK") == "0":  # once, not in each step
         print(f"ddip: nothing was saved: {report['error']}")
+    plan.error = report["error"]
     return not report["error"]
 
 
