@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 __all__ = ["save_point"]
@@ -27,4 +28,5 @@ def save_point() -> bool:
     bool
         True if the variables were saved.
     """
-    return at_point() if at_point is not None else False
+    hook = sys.modules[__name__].at_point  # not of this copy, if a cell has imported the module again
+    return hook() if hook is not None else False

@@ -429,6 +429,17 @@ def test_ranks_save_at_a_common_point(cells: ddip.Group, folder: str) -> None:
     cells.run("assert not ddip.save_point()")
 
 
+def test_points_are_found_after_modules_were_removed(cells: ddip.Group, folder: str) -> None:
+    cells.run("import ddip, sys\nearlier = ddip.save_point\ndel sys.modules['ddip.sharded.save_points']")
+    cells.save_every(0, folder)
+    cells.run("""
+        import ddip.sharded.save_points as imported_again
+        assert imported_again.save_point is not earlier
+        assert earlier() and imported_again.save_point()
+    """)
+    cells.save_every(None)
+
+
 def test_a_warning_saves_at_the_next_point(cells: ddip.Group, folder: str) -> None:
     cells.save_every(1000, folder)
     cells.run("import ddip, os, signal, time\nstep = 0")

@@ -7,6 +7,7 @@ many calls they skip until they talk again.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -14,10 +15,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from ddip.protocol.cell_messages import SaveSchedule
 from ddip.protocol.reports import SaveStatus
-from ddip.sharded import save_points
 
 CHECK_SECONDS = 1.0
 """Time between two points at which the ranks talk to each other."""
@@ -90,6 +91,7 @@ def begin_cell(schedule: SaveSchedule | None) -> None:
     Counts begin again, so that they are the same on all ranks.
     """
     global _plan
+    save_points: Any = importlib.import_module("ddip.sharded.save_points")  # now, as a cell may remove modules
     save_points.at_point = None if schedule is None else _reach_point
     if schedule is None:
         _plan = None

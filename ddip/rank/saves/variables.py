@@ -167,9 +167,6 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
         try:
             for name in rest:
                 graph.add(name, variables[name])
-            pickler = graph.pickler
-            gradients = [(leaf, leaf.grad, of) for leaf, of in pickler.leaves if leaf.grad is not None]
-            graph.add(GRADIENTS, gradients)
         except Exception as error:
             left_out[name] = _reason_text(error)
             for other in rest[rest.index(name) + 1 :]:
@@ -178,6 +175,8 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
                 except Exception as other_error:
                     left_out[other] = _reason_text(other_error)
             continue
+        pickler = graph.pickler
+        graph.add(GRADIENTS, [(leaf, leaf.grad, of) for leaf, of in pickler.leaves if leaf.grad is not None])
         early = [name for name in rest if name in pickler.globals]
         early.sort(key=lambda name: pickling.loading_order(variables[name]))
         ordered = [*early, *(name for name in rest if name not in early)]
