@@ -462,8 +462,17 @@ def test_the_next_cell_restores_the_standing_names(cells: ddip.Group, code: str)
 
 
 def test_an_aggressive_reset_removes_only_modules_of_cells(cells: ddip.Group) -> None:
-    cells.run("import sys, types\nsys.modules['made_here'] = types.ModuleType('made_here')\n%reset -f --aggressive")
-    cells.run("import sys\nassert 'made_here' not in sys.modules and 'torch.distributed' in sys.modules")
+    cells.run("""
+        import builtins, sys, types, ddip.sharded.save_points
+        sys.modules['made_here'] = types.ModuleType('made_here')
+        builtins.before = ddip.sharded.save_points
+        %reset -f --aggressive
+    """)
+    cells.run("""
+        import builtins, sys, ddip.sharded.save_points
+        assert 'made_here' not in sys.modules and 'torch.distributed' in sys.modules
+        assert ddip.sharded.save_points is builtins.__dict__.pop('before')
+    """)
 
 
 def test_a_standing_name_keeps_a_value_assigned_by_a_cell(cells: ddip.Group) -> None:

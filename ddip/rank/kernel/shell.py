@@ -142,8 +142,13 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
 
     @property
     def _sys_modules_keys(self) -> set[str]:
-        """The names of modules that ``%reset --aggressive`` keeps: those imported before the first cell."""
-        return set(itertools.islice(sys.modules, self._kept_modules))
+        """The names of modules that ``%reset --aggressive`` keeps.
+
+        These are the modules imported before the first cell, and all of ddip: a second copy of one would not know what
+        the first has recorded.
+        """
+        of_ddip = {name for name in sys.modules if name.partition(".")[0] == "ddip"}
+        return of_ddip.union(itertools.islice(sys.modules, self._kept_modules))
 
     @_sys_modules_keys.setter
     def _sys_modules_keys(self, names: set[str]) -> None:
