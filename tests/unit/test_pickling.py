@@ -217,3 +217,14 @@ def test_a_pickle_without_extra_memory_contains_all_data() -> None:
         warnings.simplefilter("error")
         tensor, array = pickle.loads(file.getvalue())
     assert tensor.sum() == array.sum() == LARGE
+
+
+def test_hooks_of_a_module_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_hook(lambda module, args, out: out * 0 + 3)
+    pickled, _ = pickle_value(model)
+    (number,) = model._forward_hooks
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", number)  # as in another process
+    received = pickled.load()
+    received.register_forward_hook(lambda module, args, out: out * 2)
+    assert received(torch.ones(1, 1)).item() == 6
