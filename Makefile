@@ -13,6 +13,7 @@
 # make soak           run 500 cells with random faults; CELLS=60 SEED=1 for a shorter, repeatable run
 # make fuzz           run 150 random steps against a model; STEPS=10000 SEED=7 for a longer, repeatable run
 # make fuzz-training  cause faults in training loops, and compare the ranks; FAULTS=100 SEED=2
+# make fuzz-saves     kill sessions and ranks while they save, and load each save; KILLS=50 SEED=2
 # make fuzz-objects   send random object graphs through pickling; GRAPHS=100 SEED=2
 # make check          run ruff, the format check, mypy and the import rules
 # make format         fix what ruff can fix
@@ -39,7 +40,7 @@ READY := $(VENV)/.ready-$(subst /,_,$(PYTHON)-$(TORCH))
 SYSTEM := $(READY)-system
 DOCS := $(READY)-docs
 
-.PHONY: demo test test-ten test-system test-long test-platform test-hosts test-python docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-objects wheelhouse dist clean
+.PHONY: demo test test-ten test-system test-long test-platform test-hosts test-python docs pictures notebooks check format bench soak fuzz fuzz-training fuzz-saves fuzz-objects wheelhouse dist clean
 
 demo: $(READY)
 	$(BIN)/python notebooks/run.py notebooks/01_quickstart.ipynb
@@ -110,6 +111,10 @@ fuzz: $(READY)
 FAULTS ?= 2000
 fuzz-training: $(READY)
 	$(BIN)/python -m tests.training_fuzz --faults $(FAULTS) --seed $(or $(SEED),1) $(ARGS)
+
+KILLS ?= 200
+fuzz-saves: $(READY)
+	$(BIN)/python -m tests.kill_saves --kills $(KILLS) --seed $(or $(SEED),1) $(ARGS)
 
 GRAPHS ?= 5000
 fuzz-objects: $(READY)

@@ -41,7 +41,7 @@ class Saves:
         """Engines of the ranks for which the schedule was made."""
         self._saved_at = 0.0
         self._writes = False
-        """True if the last save was one in the background."""
+        """True while a save in the background may not be complete."""
         self._known_error = ""
 
     @property
@@ -120,7 +120,10 @@ class Saves:
 
     def background_error(self) -> str:
         """Return once why the last save in the background failed; empty if it runs or is complete."""
-        error = self.status()["error"] if self._writes or self._schedule is not None else ""
+        if not self._writes and self._schedule is None:
+            return ""
+        status = self.status()
+        self._writes, error = status["writing"], status["error"]
         known, self._known_error = self._known_error, error
         return error if error != known else ""
 

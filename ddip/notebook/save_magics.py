@@ -86,10 +86,9 @@ class SaveMagics(GroupMagics):
         if args.bg:
             self._watch_cells()
         count = len(report["variables"])
-        how = "writing" if args.bg else "saved"
+        how, when = ("writes", "in the background") if args.bg else ("saved", f"in {report['seconds']:.1f} s")
         self._main.confirm_done(
-            f"{how} {count} variable{'s' * (count != 1)} of each rank, {size_text(report['size'])}, to {folder} in "
-            f"{report['seconds']:.1f} s"
+            f"{how} {count} variable{'s' * (count != 1)} of each rank, {size_text(report['size'])}, to {folder} {when}"
         )
         _print_reasons("not saved", report["left_out"])
 

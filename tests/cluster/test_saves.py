@@ -730,6 +730,42 @@ def test_a_loader_with_persistent_workers_keeps_its_sampler(cells: ddip.Group, f
     cells.run("assert loader.sampler is sampler; sampler.set_epoch(1); assert len(list(loader)) == 4; del loader")
 
 
+def test_a_wrapper_that_is_not_loaded_leaves_no_hooks(cells: ddip.Group, folder: str) -> None:
+    setup = """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        torch.manual_seed(0)
+        net = torch.nn.Linear(2, 1)
+    """
+    cells.run(setup)
+    cells.run("model = DDP(net)\nmodel(torch.ones(1, 2)).sum().backward(); model.zero_grad()")
+    cells.save(folder)
+    with ddip.Group(2) as group:
+        group.run(setup)
+        assert group.load(folder, ["net"])["in_place"] == ["net"]
+        group.run("""
+            assert "model" not in globals()
+            again = DDP(net)
+            for _ in range(2):
+                again.zero_grad()
+                again(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
+                assert net.weight.grad.tolist() == [[2, 2]], net.weight.grad
+        """)
+
+
+def test_a_communication_hook_in_cpp_is_registered_again(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+        model = DDP(torch.nn.Linear(2, 1))
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    """)
+    cells.save(folder)
+    with ddip.Group(2) as group:
+        group.load(folder)
+        group.run("assert 'FP16' in model._get_ddp_logging_data()['comm_hook'], model._get_ddp_logging_data()")
+
+
 # -- in a notebook
 
 

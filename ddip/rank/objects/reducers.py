@@ -141,8 +141,13 @@ def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets) -> None:
         wrapper.register_comm_hook(state, hook)
     if hooks and isinstance(hooks[0][1], weakref.ref):  # the optimizer steps within the backward pass
         wrapper.reducer._set_optimizer_in_backward()
-    if builtin:
-        wrapper._register_builtin_comm_hook(getattr(BuiltinCommHookType, builtin))
+    use_builtin_hook(wrapper, builtin)
+
+
+def use_builtin_hook(wrapper: Any, name: str) -> None:
+    """Register the C++ communication hook `name` of `builtin_hook`; "": none."""
+    if name:
+        wrapper._register_builtin_comm_hook(getattr(BuiltinCommHookType, name))
 
 
 def restart_settings(wrapper: Any, broken: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import pickle
 import re
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,15 @@ from torch.nn.parameter import is_lazy
 
 from ddip.protocol.text import escape_surrogates
 from ddip.rank.inspection import kinds
-from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import VERSION, variable_of
-from ddip.rank.inspection.walk import Walk
+from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.sharded import contents
+from ddip.sharded.copies import fingerprint_of
 
 T = TypeVar("T")
 EQUAL_BUT_FOR_BUFFERS = "equal but for buffers"
+Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
+"""Size of a storage in bytes, and a hash of its contents."""
 HOOKS = re.compile(r"\._\w*hooks\w*\[")
 """Part of a path to a hook; ``fully_shard`` adds them in an order that differs between ranks."""
 
@@ -76,44 +78,30 @@ def reason_text(error: BaseException) -> str:
         root = root.__cause__ or root.__context__
     found = root or error
     line = escape_surrogates(str(found).partition("\n")[0])
-    return line if type(found) in (ValueError, LookupError) else f"{type(found).__name__}: {line}"
+    return line if type(found) in (ValueError, LookupError, pickle.PicklingError) else f"{type(found).__name__}: {line}"
 
 
 class Fingerprints:
     """Fingerprints of the contents of storages, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int, int]] = {}
+        self._known: dict[int, Fingerprint] = {}
 
-    def of(self, storage: torch.UntypedStorage) -> tuple[int, int, int]:
-        """Return size, CRC-32 and sum of a storage's bytes.
-
-        A CRC detects changes of order, which a sum does not.
-        """
+    def of(self, storage: torch.UntypedStorage) -> Fingerprint:
+        """Return the size of a storage and the fingerprint of its bytes."""
         if storage._cdata not in self._known:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            self._known[storage._cdata] = fingerprint_of(flat)
+            self._known[storage._cdata] = len(flat), fingerprint_of(flat)
         return self._known[storage._cdata]
 
 
-def fingerprint_of(flat: torch.Tensor) -> tuple[int, int, int]:
-    """Return size, CRC-32 and sum of a tensor of bytes."""
-    flat = flat.cpu()
-    size = flat.numel()
-    if not size:
-        return 0, 0, 0
-    words = flat[: size // 8 * 8].view(torch.int64)
-    memory = (ctypes.c_char * size).from_address(flat.data_ptr())
-    return size, zlib.crc32(memory), int(words.sum()) if len(words) else 0
-
-
-def digest_variables(prints: Fingerprints) -> Digests:
-    """Return the digests of this rank's variables, with `prints` of the memory of their tensors.
+def digest_variables(variables: Mapping[str, Any], prints: Fingerprints) -> Digests:
+    """Return the digests of `variables`, with `prints` of the memory of their tensors.
 
     A sampler's rank does not count, nor the index of a device. There are no digests if there are too many objects.
     """
-    walk = history.walk_now(checksums=False, keep=True)
-    variables, buffers = dict[str, Any](), dict[str, Any]()
+    walk = Walk(variables_of(variables), keep=True, process_wide=False).finish()
+    values, buffers = dict[str, Any](), dict[str, Any]()
     for path in () if walk.is_cut else sorted(walk.values):
         if path.endswith(VERSION) or HOOKS.search(path) or _is_of_rank(path, walk):
             continue
@@ -121,18 +109,18 @@ def digest_variables(prints: Fingerprints) -> Digests:
         if path.endswith("#type") and type(value) is tuple and len(value) == 4:  # dtype, shape, device, gradient
             value = (*value[:2], value[2].partition(":")[0], value[3])
         is_buffer = walk.links.get(path.partition("#")[0], ("", "", ""))[1] == "_buffers"
-        hashes = buffers if is_buffer else variables
+        hashes = buffers if is_buffer else values
         digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
         digest.update(f"{path}={value!r}\n".encode("utf8", "surrogatepass"))
     for path, value in () if walk.is_cut else sorted(walk.objects.items()):
         content = None if HOOKS.search(path) else _content_of(value, prints)
         if content is not None:
             is_buffer = walk.links.get(path, ("", "", ""))[1] == "_buffers"
-            hashes = buffers if is_buffer else variables
+            hashes = buffers if is_buffer else values
             digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
             digest.update(f"{path}={content!r}\n".encode("utf8", "surrogatepass"))
     return Digests(
-        {name: digest.hexdigest() for name, digest in variables.items()},
+        {name: digest.hexdigest() for name, digest in values.items()},
         {name: digest.hexdigest() for name, digest in buffers.items()},
         sorted({variable_of(path) for path in walk.sharded}),
     )

@@ -27,6 +27,7 @@ from ddip.protocol.objects import definitions
 from ddip.protocol.reports import LoadReport
 from ddip.rank import user_namespace
 from ddip.rank.inspection.state_history import history
+from ddip.rank.inspection.state_report import variable_of
 from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
@@ -34,8 +35,8 @@ from ddip.rank.saves import save_folder, save_pickler
 from ddip.rank.saves.agreement import (
     EQUAL_BUT_FOR_BUFFERS,
     AgreedError,
+    Fingerprints,
     do_on_all,
-    fingerprint_of,
     gather_objects,
     reason_text,
 )
@@ -123,7 +124,8 @@ class _Source:
                 tensors[name] = torch.empty(shape, dtype=torch.uint8, device=load_device(device))
                 found[number] = tensors[name].untyped_storage()
         self.reader.read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
-        if [fingerprint_of(tensor) for tensor in tensors.values()] != self.header["sums"]:
+        prints = Fingerprints()
+        if [prints.of(storage) for storage in found.values()] != self.header["sums"]:
             raise ValueError(f"{self.version} is damaged: the files have other contents than were written")
         return found
 
@@ -188,7 +190,9 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
                     contents.set_process_generators(source.header["generators"])
     except BaseException:
         replaced.restore()
+        loading.remove_reducers(lambda keys: True)
         raise
+    loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
     history.replace_snapshots()
     loaded = sorted({name for of_rank in gather_objects([*values]) for name in of_rank})
     return {
@@ -306,9 +310,7 @@ def _holders_of(former: list[Any], variables: Mapping[str, Any], loaded: set[str
     ids = {id(thing) for value in former for thing in _with_parameters(value)}
     rest = {name: value for name, value in variables_of(variables).items() if name not in loaded}
     walk = Walk(rest, keep=True, process_wide=False).finish()
-    return sorted(
-        {path.partition(".")[0].partition("[")[0] for path, value in walk.objects.items() if id(value) in ids}
-    )
+    return sorted({variable_of(path) for path, value in walk.objects.items() if id(value) in ids})
 
 
 def _with_parameters(value: Any) -> list[Any]:

@@ -86,7 +86,7 @@ def complete_version(version: str, facts: dict[str, Any]) -> str:
 def lock_folder(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
     """Lock a folder, by default for reading; yield False if it does not exist or is in use."""
     try:
-        number = os.open(folder, os.O_RDONLY)
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # a pipe of this name would block
     except OSError:
         yield False
         return

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddip.protocol.objects import pickling
 from ddip.rank.inspection import kinds
+from ddip.rank.objects import reducers
 from ddip.sharded.layout import DTensor, Layout
 
 PARALLEL_SETTINGS = (
@@ -153,9 +154,6 @@ class SavePickler(pickling.Pickler):
             return self._reduce_keyed(obj, keys)
         return super().reducer_override(obj)
 
-    def memory_of(self, storage: Any) -> Any:
-        raise AssertionError("the memory of a storage is in a slot")
-
     def on_cpu(self, obj: Any) -> Any:
         """Return `obj` itself: slots may be on any device."""
         return obj
@@ -190,13 +188,8 @@ class SavePickler(pickling.Pickler):
         settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1 << 20)
         if any(state is not None and not isinstance(state, dist.ProcessGroup) for state, _ in wrapper._comm_hooks):
             self.hooked.append(f"state of the communication hook of {_name_of(keys)}")
-        return parallel_wrapper, (
-            keys,
-            wrapper.module,
-            settings,
-            wrapper._comm_hooks,
-            wrapper.training,
-        )
+        hooks = wrapper._comm_hooks, reducers.builtin_hook(wrapper)
+        return parallel_wrapper, (keys, wrapper.module, settings, *hooks, wrapper.training)
 
     def _reduce_mesh(self, mesh: Any) -> tuple[Any, ...]:
         shape, world = tuple(mesh.mesh.shape), dist.get_world_size()
@@ -328,6 +321,7 @@ class Loading:
     """Steps on new objects, made when everything could be loaded."""
     wrappers: list[Any] = field(default_factory=list)
     """DDP wrappers, in the order in which they were saved."""
+    new_wrappers: list[tuple[Any, Keys]] = field(default_factory=list)
 
     def find(self, keys: Keys) -> Any:
         """Return the object of the session to use instead of a new one; None for a new one."""
@@ -350,6 +344,12 @@ class Loading:
         """Fill the existing object at `keys` by `step` when everything could be loaded, if it is to be loaded."""
         if self.is_chosen(keys):
             self.fills.append(step)
+
+    def remove_reducers(self, is_unused: Callable[[Keys], bool]) -> None:
+        """Remove the reducers of new DDP wrappers that `is_unused` names: their hooks may be on existing parameters."""
+        for wrapper, keys in self.new_wrappers:
+            if is_unused(keys):
+                reducers.remove_reducer(wrapper)
 
     def is_chosen(self, keys: Keys) -> bool:
         """Return whether a variable to load holds the object at `keys`."""
@@ -418,7 +418,7 @@ def sharded_tensor(
 
 
 def parallel_wrapper(
-    keys: Keys, module: Any, settings: dict[str, Any], hooks: list[tuple[Any, Any]], training: bool
+    keys: Keys, module: Any, settings: dict[str, Any], hooks: list[tuple[Any, Any]], builtin: str, training: bool
 ) -> Any:
     """Return the existing wrapper, or wrap `module` in DDP again."""
     loading = current.get()
@@ -429,8 +429,10 @@ def parallel_wrapper(
         if settings["device_ids"] is not None:
             settings["device_ids"] = [torch.cuda.current_device()] if torch.cuda.is_available() else None
         wrapper = _wrap_module(module, settings)
-        for state, hook in ((state, hook) for hook, state in hooks):
+        loading.new_wrappers.append((wrapper, keys))
+        for hook, state in hooks:
             wrapper.register_comm_hook(state, hook)
+        reducers.use_builtin_hook(wrapper, builtin)
         wrapper.training = training
     loading.wrappers.append(wrapper)
     return wrapper
@@ -452,7 +454,7 @@ def fill_sampler(sampler: Any, state: tuple[bool, dict[str, Any]]) -> None:
     """Set a sampler's attributes. One that drew the saving rank's part of the data draws this rank's part."""
     is_own, attributes = state
     vars(sampler).update(attributes)
-    if is_own:
+    if is_own and sampler.num_replicas != dist.get_world_size():
         ranks, count = dist.get_world_size(), len(sampler.dataset)
         sampler.rank, sampler.num_replicas = dist.get_rank(), ranks
         sampler.num_samples = count // ranks if sampler.drop_last else -(-count // ranks)

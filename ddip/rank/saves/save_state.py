@@ -32,6 +32,7 @@ from ddip.rank.saves import save_folder
 from ddip.rank.saves.agreement import (
     AgreedError,
     Digests,
+    Fingerprint,
     Fingerprints,
     classify_variables,
     digest_variables,
@@ -68,7 +69,7 @@ class _PartFacts:
     imports: list[str]
     left_out: dict[str, str]
     digests: Digests
-    sums: list[tuple[int, int, int]]
+    sums: list[Fingerprint]
     """Fingerprint of each plain tensor."""
     shards: list[Any]
     """Shape and type of each sharded tensor."""
@@ -110,9 +111,9 @@ def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
         "generators": generators,
         "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.CARRIED},
     }
-    tensors |= _stream_tensors(header, packed)
     if background:
         tensors = {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
+    tensors |= _stream_tensors(header, packed)
     sizes = gather_objects({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
     kinds = classify_variables(
         list(dict.fromkeys(name for rank in ranks for name in rank.names)),
@@ -155,7 +156,7 @@ def _describe_part(variables: dict[str, Any], packed: Packed) -> _PartFacts:
         names=[name for name in packed.pickled if name in variables],
         imports=[name for name, value in variables.items() if isinstance(value, ModuleType)],
         left_out=packed.left_out,
-        digests=digest_variables(prints),
+        digests=digest_variables(variables, prints),
         sums=[prints.of(slot.tensor.untyped_storage()) for slot in slots if not slot.is_sharded],
         shards=[(slot.shape, str(slot.tensor.dtype)) for slot in slots if slot.is_sharded],
         collectives=[len(packed.pickler.wrappers), packed.pickler.meshes],

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddip.protocol.objects import pickling
 from ddip.protocol.objects.pickling import Graph, Pickled
-from ddip.protocol.text import escape_surrogates
 from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import PRIVATE_NAMES
+from ddip.rank.saves.agreement import reason_text
 from ddip.rank.saves.save_pickler import Key, Keys, SavePickler, is_fully_sharded, is_of_torch
 
 GRADIENTS = "<gradients>"
@@ -168,12 +168,12 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
             for name in rest:
                 graph.add(name, variables[name])
         except Exception as error:
-            left_out[name] = _reason_text(error)
+            left_out[name] = reason_text(error)
             for other in rest[rest.index(name) + 1 :]:
                 try:
                     Graph(lambda file, buffers: SavePickler(file, buffers, keys)).add(other, variables[other])
                 except Exception as other_error:
-                    left_out[other] = _reason_text(other_error)
+                    left_out[other] = reason_text(other_error)
             continue
         pickler = graph.pickler
         graph.add(GRADIENTS, [(leaf, leaf.grad, of) for leaf, of in pickler.leaves if leaf.grad is not None])
@@ -184,7 +184,3 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
             notes = dict.fromkeys(pickler.hooked, "torch does not save them; add them again after a load")
             return Packed(graph.pickled(), pickler, left_out | notes)
         order = ordered  # code of a class may read them while an object is loaded
-
-
-def _reason_text(error: Exception) -> str:
-    return escape_surrogates(f"{type(error).__name__}: {error}".partition("\n")[0])
