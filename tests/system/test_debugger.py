@@ -129,6 +129,15 @@ class Prompt:
         """Type a line."""
         self._child.send(line + self._end)
 
+    def press(self, key: Callable[[], object]) -> None:
+        """Press Ctrl-C or Ctrl-D once the program waits for input.
+
+        A signal between the output of the prompt and the call that reads has no effect before that call ends.
+        """
+        waits = Path(f"/proc/{self._child.pid}/wchan")
+        wait_for(lambda: waits.read_text() in ("wait_woken", "do_select"), f"a read call; now: {waits.read_text()}")
+        key()
+
 
 @pytest.mark.parametrize("start", [open_terminal, open_console])
 def test_a_rank_is_debugged_in_a_terminal(
@@ -153,7 +162,7 @@ def test_a_rank_is_debugged_in_a_terminal(
     for end in (terminal.child.sendintr, terminal.child.sendeof):
         terminal.begin("%%dip\nkept = rank\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1")
         prompt.wait_for_prompt()
-        end()
+        prompt.press(end)
         shown = terminal.finish()
         assert shown.startswith("\r\n") and "KeyboardInterrupt: the cell was interrupted on ranks 0-2" in shown
         assert "kept 0 False" in terminal.run("%%dip\ndist.barrier()\nprint('kept', kept, 'late' in globals())")

@@ -66,3 +66,25 @@ def test_a_second_press_raises_nothing(reader: _Reader, monkeypatch: pytest.Monk
     former = signal.getsignal(signal.SIGINT)
     assert reader.read("?") == "typed"
     assert reader.is_interrupted and signal.getsignal(signal.SIGINT) is former
+
+
+def test_a_withdrawal_ends_the_prompt_if_the_first_signal_is_lost(
+    reader: _Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that arrives between the output of the prompt and the call that reads the terminal."""
+    kill, lost = signal.pthread_kill, list[int]()
+
+    def kill_from_second(thread: int, number: int) -> None:
+        if lost:
+            kill(thread, number)
+        lost.append(number)
+
+    def read_line(prompt: str) -> str:
+        reader._cell.questions.drop()
+        time.sleep(20)
+        return "typed"
+
+    monkeypatch.setattr(signal, "pthread_kill", kill_from_second)
+    monkeypatch.setattr("builtins.input", read_line)
+    assert reader.read("?") is None
+    assert reader.is_withdrawn and not reader.is_interrupted

@@ -318,6 +318,7 @@ class _Reader:
             except BaseException as error:  # the group or the controller has ended; the main thread raises it
                 self._error = error
             is_open = self._question in self._cell.questions and self._error is None
-            if not is_open and not self.is_withdrawn and not self._is_done.is_set():
+            if not is_open and not self._is_done.is_set():
                 self.is_withdrawn = True
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                if self._may_raise:  # also again: a signal that comes just before the call to read does not end it
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
