@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def shown(self) -> bool:
-        """True if anything has been shown."""
+        """True if this display has shown a text or a bar."""
         return bool(self._last)
 
     def end(self, text: str) -> None:

@@ -281,6 +281,17 @@ def test_steps_below_a_cell_magic_stay_in_the_cell(debugged: Notebook) -> None:
     assert places[len(LEAVE_BREAKPOINT) :] == [["3"], ["4"]], seen.prompts
 
 
+def test_quit_in_a_recursive_debugger_returns_to_the_outer_one(debugged: Notebook) -> None:
+    debugged.ok("%%dip\ndef double(a):\n    b = 2 * a\n    return b")
+    cell = "%%dip -r 1\nouter = 5\nbreakpoint()\nlate = 1"
+    seen = debugged.converse(
+        cell, *LEAVE_BREAKPOINT, "debug double(4)", "s", "s", "n", "p a + 300", "q", "p outer + 100", "c"
+    )
+    assert seen.shown.status == "ok", seen.shown.message
+    assert seen.prompts[-1].endswith(" (Pdb) ") and "304\n" in seen.text and "105\n" in seen.text
+    debugged.ok("%%dip -r 1\nassert late == 1")
+
+
 def test_the_prompt_of_a_list_of_commands(debugged: Notebook) -> None:
     cell = "%%dip -r 1\nbreakpoint()\na = 1\nfor k in range(5):\n    b = k\nc = 3"
     seen = debugged.converse(cell, "b 4, k == 3", "commands", "p k + 1000", "end", "c", "c")

@@ -238,8 +238,12 @@ class Dialogue:
 
     @staticmethod
     def _ends_cell(question: OpenQuestion) -> bool:
-        """Return whether the end of the dialogue at `question` ends the cell; a failed rank ends it anyway."""
-        return question.asked["is_command"] and not question.asked["is_post_mortem"]
+        """Return whether the end of the dialogue at `question` ends the cell.
+
+        A failed rank ends it anyway, and ``q`` in a debugger that ``debug`` has opened returns to the outer one.
+        """
+        is_inner = question.asked["prompt"].startswith("((")
+        return question.asked["is_command"] and not question.asked["is_post_mortem"] and not is_inner
 
     def _answer(self, questions: Collection[OpenQuestion], text: str | None) -> None:
         questions = list(questions)

@@ -84,10 +84,10 @@ class Steps:
         return self._known.get(rank)
 
     def are_messages_uneven(self, reports: Mapping[int, Begun], size: int) -> bool:
-        """Return whether a message was sent but not received, or the reverse, since the last `update`.
+        """Return whether ranks have begun a send without its receive, or a receive without its send, since `update`.
 
-        `reports`: the present operations by rank. After a failed cell, the next send or receive would meet it. `size`:
-        number of ranks in the default group. Groups that other threads still use are left out.
+        The next cell's sends and receives would then be paired with those. `reports`: the operations that each rank has
+        begun so far; `size`: number of ranks in the default group. Groups that threads of cells still use are left out.
         """
         groups: dict[str, list[int]] = {}
         for report in reports.values():

@@ -214,7 +214,10 @@ def _reduce_enum(cls: type[enum.Enum], reduced: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fill_enum(cls: type[enum.Enum], state: tuple[Callable[..., Any], Any, dict[str, dict[str, Any]]]) -> None:
-    """Set the attributes of an enum and of its members."""
+    """Set the attributes of an enum class that unpickling has just created.
+
+    `state`: a function that sets the state of a class, this state, and by name the attributes of the members.
+    """
     fill, of_class, of_members = state
     fill(cls, of_class)
     for name, attributes in of_members.items():

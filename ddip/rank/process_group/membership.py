@@ -310,7 +310,7 @@ def forget_lost_objects() -> None:
 
 
 def give_up() -> None:
-    """Request a rebuild of the group before the next cell; an app calls this at the end of a cell."""
+    """Request a rebuild of the process group before the next cell, as an app does after a fault of its own."""
     global _wants_rebuild
     _wants_rebuild = True
 

@@ -27,7 +27,7 @@ def cell_name() -> str:
 
 
 def cell_ranks() -> tuple[int, ...]:
-    """Return the ranks that run the cell."""
+    """Return the ranks that run the current cell; between cells, those of the last one."""
     return _ranks
 
 

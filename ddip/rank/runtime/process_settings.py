@@ -412,9 +412,9 @@ def set_own_variable(name: str, value: str) -> None:
 
 
 def find_changed() -> dict[str, bytes]:
-    """Return the pickled settings that cells have changed and a new rank takes over.
+    """Return the settings that cells have changed since the rank's start, pickled, so that a new rank can adopt them.
 
-    Keys are names of settings, ``sys.path``, and ``$NAME`` for environment variables.
+    A key is the name of a torch setting, the working directory's, ``sys.path``, or ``$NAME`` of an environment variable.
     """
     found: dict[str, Any] = {}
     if directory := _read_directory():

@@ -24,9 +24,9 @@ KEYED = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 
 
 def choose_variables(names: Collection[str]) -> dict[str, Any]:
-    """Return the variables `names`, by default all of the user's, in the order of loading.
+    """Return the variables `names`, or all of the user's if it is empty, in the order in which a load creates them.
 
-    Raises LookupError for a name that no variable has.
+    Raises LookupError if there is no variable, or none of a given name.
     """
     shell: Any = get_ipython()
     namespace, hidden = user_namespace(), shell.user_ns_hidden

@@ -192,7 +192,7 @@ class RankStream(_CellOutput, _Stream):  # type: ignore[misc]
             self._start_timer()
 
     def _queue_external(self) -> None:
-        """Queue the output of other writers behind what this process has written before."""
+        """Queue output of subprocesses and C code, after the Python output that was written before it."""
         with self._order_lock:
             for written in self._pipes.take():
                 writer = RankStream._last_writer

@@ -72,9 +72,10 @@ class BatchRecord:
 
 
 def merge_states(learn: Learner, metrics: Sequence[Metric], record: BatchRecord) -> None:
-    """Give each metric the state accumulated by all ranks together. A collective.
+    """Give each metric on each rank the state accumulated over the batches of all ranks. A collective.
 
-    `record`: this rank's batches, which are replayed to metrics that `needs_batches`.
+    `record`: predictions and targets of this rank's batches. A metric for which `needs_batches` is true accumulates the
+    gathered batches again, since its state cannot be added up.
     """
     states = [{name: vars(metric).get(name) for name in _state_attributes(metric)} for metric in metrics]
     replayed = [metric for metric in metrics if needs_batches(metric)]

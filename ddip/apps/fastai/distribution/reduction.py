@@ -63,9 +63,9 @@ class Reductions:
             self._unclear = getattr(loss_func, "__name__", type(loss_func).__name__) if agreed == "neither" else ""
 
     def report_unclear(self) -> None:
-        """Print once, on rank 0, that a reduction is unclear.
+        """If it is unknown whether the loss is a mean or a sum over the batch, say so once, on rank 0.
 
-        It is called after the loss has been computed, so that an error of the loss itself comes first.
+        It is called after the loss has been computed, so that an exception of the loss function is shown instead.
         """
         if self._unclear and not self._reported:
             self._reported = True
