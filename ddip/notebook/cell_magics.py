@@ -16,8 +16,8 @@ from ddip.cluster import folder
 from ddip.errors import STOPPED, BadInput, CellError, GroupError, RankError
 from ddip.notebook import arguments, script_line
 from ddip.notebook.arguments import with_examples
+from ddip.notebook.base_magics import GroupMagics
 from ddip.notebook.first_lines import skip_comments
-from ddip.notebook.group_magics import GroupMagics
 from ddip.output.area import notify
 
 if TYPE_CHECKING:

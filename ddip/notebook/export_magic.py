@@ -18,7 +18,7 @@ from ddip.errors import BadInput
 from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.group_magics import GroupMagics
+from ddip.notebook.base_magics import GroupMagics
 
 if TYPE_CHECKING:
     from ddip.export.job_files import JobShape

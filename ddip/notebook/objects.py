@@ -17,7 +17,7 @@ from ddip.cluster import folder
 from ddip.errors import BadInput, TransferError, ranks_text
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.group_magics import GroupMagics
+from ddip.notebook.base_magics import GroupMagics
 
 if TYPE_CHECKING:
     from ddip.group.group import Group

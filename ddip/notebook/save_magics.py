@@ -17,7 +17,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.errors import BadInput, DdipError
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.group_magics import GroupMagics
+from ddip.notebook.base_magics import GroupMagics
 from ddip.output.tables.tables import size_text
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.group_magics import GroupMagics
+from ddip.notebook.base_magics import GroupMagics
 
 SHOWN_PATHS = 6
 

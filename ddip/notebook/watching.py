@@ -24,7 +24,7 @@ from ddip.errors import BadInput, GroupError
 from ddip.guard import Guard
 from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.group_magics import GroupMagics
+from ddip.notebook.base_magics import GroupMagics
 from ddip.output.area import CellOutputArea, cell_number, is_page, new_id
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         (cells, "ASLEEP_SECONDS", 0.0),
         (members, "ANSWER_SECONDS", 0.01),
         (ranks, "GRACE_SECONDS", 0.01),
-        (ranks, "STOP_GRACE_SECONDS", 0.01),
+        (ranks, "REQUEST_GRACE_SECONDS", 0.01),
         (stopping, "LOOK_SECONDS", 0.005),
         (fitness, "TRY_SECONDS", 0.05),
         (status, "ANSWER_SECONDS", 0.01),

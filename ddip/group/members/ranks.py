@@ -23,7 +23,7 @@ log = logging.getLogger("ddip")
 
 GRACE_SECONDS = 1.0
 """Time that the other ranks may take to answer after one has failed."""
-STOP_GRACE_SECONDS = 0.4
+REQUEST_GRACE_SECONDS = 0.4
 """Time that ranks may take to end by an interrupt alone, before waiting collectives are aborted."""
 ASK_SECONDS = 30.0
 """Time that ranks may take for a request that runs only ddip's code; their snapshots stop after 20 s."""
@@ -199,7 +199,7 @@ class Ranks(Members):
         """
         pressed = button.pressed
         self._interrupt_again(requests, button)
-        self._wait_after_stop(requests, button, STOP_GRACE_SECONDS)
+        self._wait_after_stop(requests, button, REQUEST_GRACE_SECONDS)
         if release is not None and _unfinished_ranks(requests):
             release()
         self._wait_after_stop(requests, button, STOP_SECONDS)

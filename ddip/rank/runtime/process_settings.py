@@ -414,7 +414,7 @@ def set_own_variable(name: str, value: str) -> None:
 def find_changed() -> dict[str, bytes]:
     """Return the settings that cells have changed since the rank's start, pickled, so that a new rank can adopt them.
 
-    A key is the name of a torch setting, the working directory's, ``sys.path``, or ``$NAME`` of an environment variable.
+    A key is the name of a torch setting or of the working directory, ``sys.path``, or ``$NAME`` of a variable.
     """
     found: dict[str, Any] = {}
     if directory := _read_directory():
