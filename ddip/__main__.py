@@ -10,6 +10,7 @@ ddip runs in notebooks: %load_ext ddip, then %makedip -n 2 starts two ranks, and
 
 From a shell:
   python -m ddip doctor      check this machine and suggest remedies; --help lists its options
+  python -m ddip groups      list your groups on this machine; --end NAME ends a kept one
   python -m ddip --version   the version
 """
 
@@ -21,6 +22,10 @@ def main(words: list[str]) -> int:
             from ddip.doctor import command
 
             return command.main(options)
+        case ["groups", *options]:
+            from ddip.kept import command as groups_command
+
+            return groups_command.main(options)
         case ["--version"]:
             from ddip import __version__
 

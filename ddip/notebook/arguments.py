@@ -220,6 +220,14 @@ def parse_flag(typed: str) -> bool:
     return typed.lower() == "true"
 
 
+def parse_time(typed: str, option: str) -> float:
+    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``; raise BadInput, which names `option`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", typed)
+    if not found or not float(found[1]):
+        raise BadInput(f"{option} {typed}: type a time, such as {option} 90s, {option} 10m or {option} 1h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 def parse_seconds(typed: str, option: str, least: float) -> float:
     """Parse a number of seconds, which must be at least `least`.
 

@@ -14,6 +14,7 @@ from ddip.group import session
 from ddip.notebook.cell_magics import CellMagics
 from ddip.notebook.export_magic import ExportMagics
 from ddip.notebook.first_lines import TRANSFORMERS
+from ddip.notebook.kept_session import KeptGroups
 from ddip.notebook.magics import DipMagics, Misplaced
 from ddip.notebook.objects import ObjectMagics
 from ddip.notebook.save_magics import SaveMagics
@@ -45,6 +46,7 @@ def load_extension(shell: InteractiveShell) -> None:
             )
         return
     magics = DipMagics(shell)
+    magics.kept = KeptGroups(magics)
     modules = [apps.find_module(name) for name in magics.warm_apps]
     shell.register_magics(magics, *(magics_class(magics) for magics_class in GROUP_MAGICS), Misplaced(shell))
     area.watch_front_end(getattr(shell, "kernel", None))

@@ -5,7 +5,7 @@ IPython treats ``%dip``, and ``%%dip`` below the first line of a cell, as line m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
@@ -30,6 +30,23 @@ PLACES = ("remote", "local", "everywhere")
 AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 
 
+class KeptGroups(Protocol):
+    """Groups that outlive this notebook's kernel (``kept_session.py``)."""
+
+    @property
+    def is_attached(self) -> bool:
+        """True while the magics run in a keeper."""
+
+    def start(self, line: str, seconds: float) -> None:
+        """Start the group of the ``%makedip`` `line`, and keep it for `seconds` after this kernel's end."""
+
+    def attach(self, name: str) -> None:
+        """Attach this notebook to the kept group `name`; empty: the only free one."""
+
+    def detach(self) -> None:
+        """Leave the group to its keeper; does nothing if there is none."""
+
+
 @magics_class
 class DipMagics(Traits):
     """``%makedip``, ``%%dip`` and ``%autodip``; holds the settings and the group for the other magics."""
@@ -37,6 +54,8 @@ class DipMagics(Traits):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._last_request = placement.Request()
+        self.kept: KeptGroups
+        """The kept groups; set when the extension is loaded."""
         self._has_turned_autodip_off = False
         """True if the last group had %autodip on when -k ended it."""
         self.autodipper = Autodip(shell, lambda: self.local_magics)
@@ -91,6 +110,16 @@ class DipMagics(Traits):
     @argument(
         "-c", "--cluster", help="Run on the hosts of a running ipyparallel cluster, given by ID, profile or file."
     )
+    @argument(
+        "--keep",
+        nargs="?",
+        const="30m",
+        metavar="TIME",
+        help="Keep the new group when this kernel restarts or ends, for 90s, 30m (default) or 2h.",
+    )
+    @argument(
+        "--attach", nargs="?", const="", metavar="NAME", help="Attach this notebook to a group that --keep keeps."
+    )
     @argument("--cd", metavar="FOLDER", help="Working folder of ranks on other hosts; default: the notebook's.")
     @argument("--python", help="Python to run on other hosts; default: the notebook's, else python3.")
     @argument("--setup", metavar="LINE", help="Line of bash to run first on other hosts, in quotes.")
@@ -127,6 +156,9 @@ class DipMagics(Traits):
         ranks that can stay keep their variables, and settings that you do not give stay as they are.
         """
         args = arguments.parse_line(self.makedip, "%makedip", line)
+        if args.keep is not None or args.attach is not None:
+            self._start_or_attach(args, line)
+            return
         sets = self._apply_settings(args)
         if args.dry_run:
             print(arguments.job_script(args))
@@ -148,6 +180,17 @@ class DipMagics(Traits):
             self._start_or_change(args)
         if args.info:
             self._print_info()
+
+    def _start_or_attach(self, args: Any, line: str) -> None:
+        """Start a kept group, or attach to one; this notebook must not have a group."""
+        if self.group is not None and self.group.alive:
+            raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
+        if args.attach is None:
+            self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
+        elif args.keep is not None or arguments.asks_for_a_group(args):
+            raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
+        else:
+            self.kept.attach(args.attach)
 
     def _apply_settings(self, args: Any) -> bool:
         """Apply the settings in `args`, and return True if there were any."""
@@ -244,6 +287,7 @@ class DipMagics(Traits):
 
         group, self.group = self.group, None
         self.autodipper.off()
+        self.kept.detach()
         if group is not None:
             group.shutdown()
         if clear_up_orphans():
@@ -318,7 +362,7 @@ class DipMagics(Traits):
             self.hints.autoreload.record_cell(cell, group, ranks)
         both = args.where == "everywhere" and bool(both_sides.magic_names(cell))
         if args.where != "remote":
-            local_output = self._run_here(cell, both)
+            local_output = self.run_here(cell, both)
         if args.where != "local":
             self._print_verbose(f"running on {len(ranks)} of {group.world_size} ranks")
             if args.queue and not args.bg and (args.appcmd is None or group.request.app is not None):
@@ -369,7 +413,7 @@ class DipMagics(Traits):
         args.see = arguments.ranks_to_show(args.see, args.ranks, size, self.show_ranks)
         return args
 
-    def _run_here(self, cell: str, both: bool) -> tuple[str, str]:
+    def run_here(self, cell: str, both: bool) -> tuple[str, str]:
         """Run the cell in the notebook; raises LocalCellFailed.
 
         Returns the output of a cell for `both` sides, which ranks do not repeat.
@@ -399,8 +443,9 @@ class DipMagics(Traits):
         if args.switch not in (None, "on", "off"):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
-            self.require_group("%autodip on")
-            if self._parse_dip(args.args or "").where == "local":
+            if not self.kept.is_attached:
+                self.require_group("%autodip on")
+            if not self.kept.is_attached and self._parse_dip(args.args or "").where == "local":
                 raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells then run in the notebook")
             self.autodipper.on(args.args or "")
         elif args.args is not None:

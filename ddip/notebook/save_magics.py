@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -77,7 +76,7 @@ class SaveMagics(GroupMagics):
             return
         folder, names = _checked_folder(args.folder, "%dipsave"), arguments.variable_names(args.names, "%dipsave")
         if args.every is not None:
-            seconds = _parse_time(args.every)
+            seconds = arguments.parse_time(args.every, "--every")
             group.save_every(seconds, folder, names)
             self._begin_schedule()
             self._main.confirm_done(f"saves to {folder} every {args.every}; %dipsave --stop ends it")
@@ -175,14 +174,6 @@ class SaveMagics(GroupMagics):
             print(f"ddip: {error}")
         if number == signal.SIGTERM:
             os.kill(os.getpid(), number)
-
-
-def _parse_time(typed: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``; raise BadInput for other texts."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", typed)
-    if not found or not float(found[1]):
-        raise BadInput(f"--every {typed}: type a time, such as --every 90s, --every 10m or --every 1h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _checked_folder(typed: str | None, magic: str) -> str:

@@ -120,6 +120,12 @@ def _read_private(folder: int, name: str) -> bytes:
         return file.read(RECORD_BYTES)
 
 
+def read_file(folder: Path, name: str) -> bytes:
+    """Read the file `name` of the run folder `folder`; raise OSError if another user could have written it."""
+    with _open_private(folder) as opened:
+        return _read_private(opened, name)
+
+
 def _candidate_folders() -> list[Path]:
     """Return the folders in which run folders may be created, the best one first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -252,10 +258,10 @@ def clear_up(folder: Path, *, only_of_the_dead: bool = False) -> bool:
 
 def clear_up_orphans() -> int:
     """Clean up every cluster of this user whose owner has ended, and return their number."""
-    return sum(clear_up(folder, only_of_the_dead=True) for folder in _run_folders())
+    return sum(clear_up(folder, only_of_the_dead=True) for folder in run_folders())
 
 
-def _run_folders() -> Iterator[Path]:
+def run_folders() -> Iterator[Path]:
     """Yield every folder with the name of a run folder of this user and PID scope, whoever created it."""
     prefix = _folder_prefix()
     for place in _candidate_folders():
@@ -278,7 +284,7 @@ class Run:
 def list_runs() -> list[Run]:
     """List every cluster of this user in this PID scope; change nothing."""
     found = []
-    for folder in _run_folders():
+    for folder in run_folders():
         with contextlib.suppress(OSError), _open_private(folder) as opened:
             record = Record.read(opened)
             owner = record.owner if record else _owner_in_name(folder.name)

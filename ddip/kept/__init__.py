@@ -1,0 +1,1 @@
+"""Groups that outlive the notebook's kernel: a keeper process owns the group, and kernels attach to it in turn."""

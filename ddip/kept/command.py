@@ -1,0 +1,59 @@
+"""``python -m ddip groups``: list the groups of this user on this machine, and end kept ones."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+from ddip.cluster.processes import ownership
+from ddip.kept import kept_folder
+
+END_SECONDS = 30.0
+
+
+def main(options: Sequence[str]) -> int:
+    """Run the command with `options`; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddip groups", description="List your groups on this machine, and end kept ones."
+    )
+    parser.add_argument("--end", metavar="NAME", nargs="+", default=[], help="End these kept groups.")
+    return end_kept(parser.parse_args(options).end) if options else list_groups()
+
+
+def list_groups() -> int:
+    """Print each kept group, and each group of a running notebook; return 0."""
+    kept = kept_folder.list_kept()
+    for one in kept:
+        holder = one.holder()
+        state = f"held by {holder}" if holder else f"kept for {one.seconds / 60:g} min; %makedip --attach {one.name}"
+        print(f"{one.name}  keeper {one.pid}  {state}")
+    keepers = {one.pid for one in kept}
+    for run in ownership.list_runs():
+        if run.owner_lives and run.owner.pid not in keepers:
+            print(f"group of process {run.owner.pid}  {run.processes} processes  ends with its notebook")
+    if not kept:
+        print("no kept groups; %makedip --keep starts one")
+    return 0
+
+
+def end_kept(names: Sequence[str]) -> int:
+    """End the kept groups `names`; return 1 if one does not exist or does not end."""
+    kept, code = {one.name: one for one in kept_folder.list_kept()}, 0
+    for name in names:
+        process = kept[name].find_process() if name in kept else None
+        if process is None:
+            print(f"--end {name}: no kept group has this name; kept: {', '.join(kept) or 'none'}", file=sys.stderr)
+            code = 1
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+        if kept[name].wait_for_end(END_SECONDS):
+            print(f"ended {name}")
+        else:
+            print(f"{name}: keeper {process.pid} has not ended for {END_SECONDS:g} s", file=sys.stderr)
+            code = 1
+    return code

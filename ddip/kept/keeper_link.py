@@ -1,0 +1,297 @@
+"""The connection of a notebook's kernel to a keeper: run code there, show its output here, and pass on what users do.
+
+Two threads use it. The notebook's main thread sends code and waits for the reply; meanwhile it passes on the stop
+button and the questions of the keeper (``input()``, the debugger of a rank). The thread ``ddip-kept`` receives the
+output, also that of cells that have ended, and sends it to the page as output of the cell that it belongs to.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import getpass
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+from IPython.core.getipython import get_ipython
+from jupyter_client.session import Session
+
+from ddip import errors
+from ddip.cluster.processes import ownership
+from ddip.errors import DdipError, GroupError
+from ddip.guard import Guard
+from ddip.kept import kept_folder
+from ddip.kept.kept_folder import CONNECTION, KeptGroup
+from ddip.output import area
+
+POLL_MILLISECONDS = 100
+REPLY_SECONDS = 20
+"""Time that a keeper may take to answer while it runs a cell."""
+REPLY_MILLISECONDS = REPLY_SECONDS * 1000
+OUTPUT_SECONDS = 5.0
+"""Time to wait for the last output of a request after its reply."""
+
+
+class KeeperEnded(GroupError):
+    """The keeper has ended, and its group with it."""
+
+
+class KeeperLink:
+    """A connection to the keeper `kept`, which this process has claimed as `holder`; raises GroupError.
+
+    Output that belongs to no cell of this notebook is shown below the cell that creates this.
+    """
+
+    def __init__(self, kept: KeptGroup, holder: str) -> None:
+        self.kept = kept
+        self._claim = kept_folder.claim(kept, holder)
+        try:
+            info = json.loads(ownership.read_file(Path(kept.folder), CONNECTION))
+        except (OSError, ValueError) as error:
+            kept_folder.release(kept, self._claim)
+            raise GroupError(f"--attach: the keeper of {kept.name} has ended ({error})") from None
+        self.session, self._output_session = (
+            Session(key=info["key"].encode(), signature_scheme=info["signature_scheme"]) for _ in range(2)
+        )
+        self._context = zmq.Context()
+        identity = self.session.bsession
+        ports = {name: info[f"{name}_port"] for name in ("shell", "stdin", "control", "iopub")}
+        self._shell, self._stdin, self._control = (
+            self._connect(zmq.DEALER, info["ip"], ports[name], identity) for name in ("shell", "stdin", "control")
+        )
+        self._output = self._connect(zmq.SUB, info["ip"], ports["iopub"])
+        self._pages: dict[str, _Page] = {}
+        """Where the output of each request is shown."""
+        self._default = _Page()
+        self._idle: dict[str, threading.Event] = {}
+        self._closed = threading.Event()
+        self._guard = Guard("output of the kept group could not be shown")
+        self._thread = threading.Thread(target=self._receive_output, name="ddip-kept", daemon=True)
+        self._thread.start()
+        self._wait_for_output()
+
+    def _wait_for_output(self) -> None:
+        """Wait until output arrives: a subscription takes effect some time after the call."""
+        heard, until = threading.Event(), time.monotonic() + REPLY_SECONDS
+        while not heard.is_set():
+            message = self.session.msg("kernel_info_request", {})
+            self._idle[message["header"]["msg_id"]] = heard
+            self.session.send(self._control, message)
+            if self._control.poll(REPLY_MILLISECONDS):
+                self._receive(self._control)
+            if not heard.wait(0.1) and time.monotonic() > until:
+                self.close()
+                raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
+        self._idle.clear()
+
+    def _connect(self, kind: int, ip: str, port: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = 0
+        if identity is None:
+            socket.subscribe(b"")
+            socket.rcvhwm = 0  # no message is dropped while this process is busy
+        else:
+            socket.identity = identity
+        socket.connect(f"ipc://{ip}-{port}")
+        return socket
+
+    def close(self) -> None:
+        """Disconnect, so that another kernel can attach."""
+        self._closed.set()
+        self._thread.join(2)
+        for socket in (self._shell, self._stdin, self._control, self._output):
+            socket.close()
+        self._context.term()
+        kept_folder.release(self.kept, self._claim)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> dict[str, Any]:
+        _, message = self.session.recv(socket, mode=0)
+        assert message is not None
+        return message  # type: ignore[no-any-return]
+
+    # -- requests
+
+    def ask_keeper(self, kind: str) -> dict[str, Any]:
+        """Send a control request, which the keeper answers even while it runs a cell, and return the answer."""
+        request = self.session.msg(f"{kind}_request", {})
+        self.session.send(self._control, request)
+        if not self._control.poll(REPLY_MILLISECONDS):
+            raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
+        reply = self._receive(self._control)
+        assert reply["parent_header"]["msg_id"] == request["header"]["msg_id"]
+        return dict(reply["content"])
+
+    def end_keeper(self) -> None:
+        """End the keeper and its group, and disconnect."""
+        self.session.send(self._control, "ddip_end_request", {})
+        self.kept.wait_for_end(REPLY_SECONDS)
+        self.close()
+
+    def run_code(
+        self, code: str, *, silent: bool = False, allow_stdin: bool = False, expression: str = ""
+    ) -> dict[str, Any]:
+        """Run `code` in the keeper until it ends, and return the content of the reply.
+
+        The output appears below the running cell; an error is only in the reply. The stop button interrupts the keeper.
+        Raises GroupError if the keeper has ended.
+        """
+        content = {
+            "code": code,
+            "silent": silent,
+            "store_history": not silent,
+            "user_expressions": {"value": expression} if expression else {},
+            "allow_stdin": allow_stdin,
+            "stop_on_error": False,
+        }
+        message = self.session.msg("execute_request", content)
+        request = message["header"]["msg_id"]
+        self._idle[request] = threading.Event()
+        if not silent:
+            self._pages[request] = _Page()
+        self.session.send(self._shell, message)
+        try:
+            with _Interrupts(self.kept.pid):
+                reply = self._wait_for_reply(request)
+                self._idle[request].wait(OUTPUT_SECONDS)
+            return reply
+        finally:
+            del self._idle[request]
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of `expression` in the keeper, which JSON must be able to hold; raises GroupError."""
+        reply = self.run_code("", silent=True, expression=f"__import__('json').dumps({expression})")
+        answer = reply.get("user_expressions", {}).get("value", reply)
+        if answer["status"] != "ok":
+            raise error_of(answer)
+        return json.loads(ast.literal_eval(answer["data"]["text/plain"]))
+
+    def announce_prompt(self) -> None:
+        """Let the keeper know that this notebook is a terminal, whose output cannot be changed."""
+        self.session.send(self._shell, "is_complete_request", {"code": ""})
+
+    def _wait_for_reply(self, request: str) -> dict[str, Any]:
+        poller = zmq.Poller()
+        poller.register(self._shell, zmq.POLLIN)
+        poller.register(self._stdin, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(POLL_MILLISECONDS))
+            if self._stdin in ready:
+                self._answer_question()
+            if self._shell in ready:
+                reply = self._receive(self._shell)
+                if reply["parent_header"].get("msg_id") == request:
+                    return dict(reply["content"])
+            if not ready and not self.kept.is_alive:
+                raise KeeperEnded(
+                    f"the keeper of {self.kept.name} has ended, and its group with it; %makedip starts one"
+                )
+
+    def _answer_question(self) -> None:
+        """Ask the user what the keeper asks, and send the answer; none if the user presses stop."""
+        message = self._receive(self._stdin)
+        content = message["content"]
+        area.flush_streams()
+        try:
+            with _Interrupts(self.kept.pid, raising=True):
+                answer = (getpass.getpass if content.get("password") else input)(content["prompt"])
+        except KeyboardInterrupt:
+            return
+        except EOFError:
+            answer = "\x04"
+        self.session.send(self._stdin, "input_reply", {"value": answer}, parent=message)
+
+    # -- output
+
+    def show_records(self, records: dict[str, dict[str, Any]]) -> None:
+        """Show below the running cell what earlier cells have shown, and from now on what they show."""
+        for request, record in records.items():
+            if record["outputs"]:
+                dropped = "; the beginning of its text was dropped" if record["is_dropped"] else ""
+                self._default.show("stream", {"name": "stdout", "text": f"-- cell [{record['number']}]{dropped} --\n"})
+            for output in record["outputs"]:
+                self._default.show(output["kind"], output["content"])
+            self._pages.setdefault(request, self._default)
+
+    def _receive_output(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._output, zmq.POLLIN)
+        while not self._closed.is_set():
+            if poller.poll(POLL_MILLISECONDS):
+                with self._guard:
+                    _, message = self._output_session.recv(self._output, mode=0)
+                    assert message is not None
+                    self._handle_output(message)
+
+    def _handle_output(self, message: dict[str, Any]) -> None:
+        kind, content = message["header"]["msg_type"], message["content"]
+        request = message["parent_header"].get("msg_id", "")
+        if kind == "status":
+            if content["execution_state"] == "idle" and request in self._idle:
+                self._idle[request].set()
+        elif kind == "error" and request in self._idle:
+            pass  # in the reply, too
+        elif kind not in ("execute_input", "iopub_welcome"):
+            self._pages.get(request, self._default).show(kind, content, message.get("buffers"), message["metadata"])
+
+
+class _Page:
+    """The output area of the cell that is running when this is created, for messages of the keeper."""
+
+    def __init__(self) -> None:
+        self._shell = get_ipython()
+        self._kernel = getattr(self._shell, "kernel", None)
+        self._parent = area.current_request()
+
+    def show(self, kind: str, content: dict[str, Any], buffers: Any = None, metadata: Any = None) -> None:
+        """Send a message of the keeper to the page; a terminal prints its text."""
+        if self._kernel is not None:
+            self._kernel.session.send(
+                self._kernel.iopub_socket, kind, content, parent=self._parent, buffers=buffers, metadata=metadata
+            )
+            return
+        text = content.get("text") or content.get("data", {}).get("text/plain", "")
+        if text and kind != "update_display_data":
+            file = sys.stderr if content.get("name") == "stderr" else sys.stdout
+            file.write(text if kind == "stream" else f"{text}\n")
+            file.flush()
+
+
+class _Interrupts:
+    """Context in which SIGINT is passed on to the process `pid`; with `raising`, it also raises KeyboardInterrupt."""
+
+    def __init__(self, pid: int, raising: bool = False) -> None:
+        self._pid, self._raising = pid, raising
+        self._former: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGINT, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._former)
+
+    def _handle(self, number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGINT)
+        if self._raising:
+            raise KeyboardInterrupt
+
+
+def error_of(reply: dict[str, Any]) -> BaseException:
+    """Return the error of a failed `run_code` as an exception of the same name, which shows the keeper's traceback."""
+    name, text, lines = reply.get("ename", "Error"), reply.get("evalue", ""), list(reply.get("traceback", ()))
+    known = getattr(errors, name, None)
+    base: type[BaseException] = known if isinstance(known, type) and issubclass(known, DdipError) else GroupError
+    render: Callable[[object], list[str]] = lambda self: lines  # noqa: E731
+    shown = {"__init__": lambda self, text: BaseException.__init__(self, text), "_render_traceback_": render}
+    kind = type(name, (base,), {**shown, "__str__": lambda self: text, "__module__": base.__module__})
+    return kind(text)  # type: ignore[no-any-return]

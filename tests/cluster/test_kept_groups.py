@@ -1,0 +1,237 @@
+"""Groups that outlive their kernel: ``%makedip --keep``, ``--attach`` and ``python -m ddip groups``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddip.errors import BadInput
+from ddip.kept import kept_folder
+from ddip.kept.kept_folder import KeptGroup
+
+from .leftovers import assert_nothing_left, family_of, wait_until
+from .notebook import Notebook
+from .test_debugger import LEAVE_BREAKPOINT
+
+SETUP = """
+import os, time, torch, torch.distributed as dist
+def make():
+    torch.manual_seed(rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(state, steps, wait_for=None):
+    model, optimizer = state
+    losses = []
+    for step in range(steps):
+        if step == 3 and wait_for:
+            while not os.path.exists(wait_for): time.sleep(0.02)
+        loss = model(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        print("step", step, flush=True)
+    return losses
+def numbers(state):
+    model, optimizer = state
+    momenta = [entry["momentum_buffer"] for entry in optimizer.state.values()]
+    return [*model.parameters(), *momenta, torch.get_rng_state()]
+def assert_same_training(losses, state, steps):
+    other = make()
+    assert losses == train(other, steps), losses
+    state_numbers, other_numbers = numbers(state), numbers(other)
+    assert all(map(torch.equal, state_numbers, other_numbers))
+"""
+
+
+def start(notebook: Notebook, options: str = "--keep -n 2") -> KeptGroup:
+    """Start a kept group in `notebook`, define `SETUP` on its ranks, and return it."""
+    before = {kept.pid for kept in kept_folder.list_kept()}
+    notebook.ok("%load_ext ddip")
+    assert "is kept for" in notebook.ok(f"%makedip {options}").stdout
+    (kept,) = (kept for kept in kept_folder.list_kept() if kept.pid not in before)
+    notebook.ok(f"%%dip\n{SETUP}")
+    return kept
+
+
+def assert_ended(kept: KeptGroup) -> None:
+    """Wait until the keeper has ended, and prove that it has left nothing."""
+    wait_until(lambda: not kept.is_alive, what="the end of the keeper")
+    wait_until(lambda: family_of(kept.pid) == [], what="the end of its processes")
+    assert not Path(kept.folder).exists()
+    assert_nothing_left(kept.pid)
+
+
+@pytest.fixture(scope="module")
+def shared_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """Start a notebook with a kept group of two ranks."""
+    notebook = Notebook(tmp_path_factory.mktemp("kept"))
+    kept = start(notebook)
+    yield notebook
+    notebook.ok("%makedip -k")
+    assert_ended(kept)
+    notebook.shut_down()
+    assert_nothing_left(notebook.pid)
+
+
+@pytest.mark.parametrize("end", [Notebook.kill, Notebook.restart])
+def test_training_goes_on_while_no_kernel_is_attached(
+    new_notebook: Callable[[], Notebook], tmp_path: Path, end: Callable[[Notebook], None]
+) -> None:
+    notebook = new_notebook()
+    kept = start(notebook)
+    go, done = tmp_path / "go", tmp_path / "done"
+    cell = notebook.begin(
+        f"%%dip --bg\nstate = make()\nlosses = train(state, 10, {str(go)!r})\n"
+        f"dist.barrier()\nif rank == 0: open({str(done)!r}, 'w').close()"
+    )
+    notebook.finish(cell)
+    notebook.late(cell, "step 2")
+    end(notebook)
+    wait_until(lambda: not kept.is_claimed, what="the end of the kernel")
+    go.touch()
+    wait_until(done.exists, what="the end of the training")
+    other = new_notebook()
+    other.ok("%load_ext ddip")
+    shown = other.ok("%makedip --attach")
+    assert shown.stdout.startswith("ddip: 2 ranks on the CPU, gloo")
+    steps = [f"step {step}\n" for step in range(10)]
+    wait_until(lambda: "".join(steps) in other.ok("%dipcell").text, what="all output of the cell")
+    number = other.ok("%%dip\nassert_same_training(losses, state, 10)\nlosses = train(state, 10)").number
+    assert number is not None and number > 5  # the numbers of cells continue
+    other.ok("%makedip -k")
+    assert_ended(kept)
+
+
+def test_a_kernel_attaches_while_a_cell_runs(new_notebook: Callable[[], Notebook], tmp_path: Path) -> None:
+    notebook = new_notebook()
+    kept = start(notebook)
+    go = tmp_path / "go"
+    notebook.finish(notebook.begin(f"%%dip\nstate = make()\nlosses = train(state, 10, {str(go)!r})"), until="step 2\n")
+    notebook.kill()
+    other = new_notebook()
+    other.ok("%load_ext ddip")
+    shown = other.ok("%makedip --attach")
+    assert "runs still" in shown.stdout and "step 0\nstep 1\nstep 2\n" in shown.text
+    go.touch()
+    other.ok("%%dip\nassert_same_training(losses, state, 10)")
+    other.ok("%makedip -k")
+    assert_ended(kept)
+
+
+def test_a_group_ends_when_no_kernel_comes(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    kept = start(notebook, "--keep 1s -n 2")
+    assert kept.seconds == 1 and kept.is_claimed
+    notebook.kill()
+    assert_ended(kept)
+
+
+def test_one_kernel_at_a_time(new_notebook: Callable[[], Notebook]) -> None:
+    notebook, other = new_notebook(), new_notebook()
+    kept = start(notebook)
+    other.ok("%load_ext ddip")
+    refusal = other.fails(f"%makedip --attach {kept.name}").message
+    assert f"{kept.name} is held by the kernel of" in refusal and str(notebook.pid) in refusal
+    assert "type one of" not in other.fails("%makedip --attach").message
+    assert "no kept group has this name" in other.fails("%makedip --attach nobody").message
+    assert "attached to" in notebook.fails("%makedip --attach").message
+    groups = run_groups()
+    assert kept.name in groups and f"PID {notebook.pid}" in groups
+    assert run_groups("--end", kept.name) == f"ended {kept.name}\n"
+    assert_ended(kept)
+    assert "the keeper of" in notebook.fails("%%dip\n1").message
+    assert "there is no group yet" in notebook.fails("%%dip\n1").message
+
+
+def run_groups(*options: str) -> str:
+    """Return what ``python -m ddip groups`` prints."""
+    command = [sys.executable, "-m", "ddip", "groups", *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_killed_keeper_leaves_nothing(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    kept = start(notebook)
+    cell = notebook.begin("%%dip\nprint('begun', flush=True)\ntime.sleep(1000)")
+    notebook.finish(cell, until="begun")
+    os.kill(kept.pid, signal.SIGKILL)
+    shown = notebook.finish(cell)
+    assert "has ended, and its group with it" in shown.message
+    wait_until(lambda: family_of(kept.pid) == [], what="the end of its processes")
+    notebook.ok("%makedip -n 1")  # which also removes the folders of the keeper
+    assert not Path(kept.folder).exists()
+    notebook.ok("%makedip -k")
+    assert_nothing_left(kept.pid)
+
+
+def test_a_failed_start_leaves_nothing(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip")
+    before = kept_folder.list_kept()
+    assert "-n" in notebook.fails("%makedip --keep -n 0").message
+    assert "--keep soon" in notebook.fails("%makedip --keep soon").message
+    assert kept_folder.list_kept() == before
+    assert_nothing_left(notebook.pid, 0)
+
+
+def test_values_are_pushed_and_pulled(shared_kept: Notebook) -> None:
+    shared_kept.ok("import torch\nclass Point:\n    x = torch.arange(3.0)\npoint, both = Point(), [1, 2]")
+    shared_kept.ok("%dipush point both")
+    shared_kept.ok(
+        "%%dip\nassert point.x.tolist() == [0, 1, 2] and both == [1, 2]\npoint.x, both = point.x + rank, rank"
+    )
+    shared_kept.ok("%dipull point both -r 1\nassert point.x.tolist() == [1, 2, 3] and both == 1")
+    shared_kept.ok("ranks = %dipull both -r all\nassert ranks == [0, 1], ranks")
+    assert "no variable nothing" in shared_kept.fails("%dipush nothing").message
+    assert "nothing" in shared_kept.fails("%dipull nothing").message
+    shared_kept.ok("%dipull both as other\nassert other == 0")
+
+
+def test_errors_output_and_numbers_are_those_of_the_cell(shared_kept: Notebook) -> None:
+    failed = shared_kept.fails("%%dip\nif rank == 1: 1 / 0\ndist.barrier()")
+    assert failed.error == "CellError" and "rank 1: ZeroDivisionError" in failed.message
+    assert f"cell [{failed.number}]" in failed.traceback.replace(f"Cell [{failed.number}]", f"cell [{failed.number}]")
+    shown = shared_kept.ok("%config DipMagics.show_ranks = 'all'\n%autodip on")
+    shown = shared_kept.ok("print('from', rank)")
+    assert "from 0" in shown.text and "from 1" in shown.text
+    shared_kept.ok("%%dip local\nhere = 5\nassert 'rank' not in globals()")
+    shared_kept.ok("%autodip off\n%config DipMagics.show_ranks = '0'\nassert here == 5")
+    shared_kept.ok("%%dip everywhere\nboth_sides = 7")
+    shared_kept.ok("assert both_sides == 7")
+    shared_kept.ok("%%dip\nassert both_sides == 7")
+    assert "does not work with a kept group" in shared_kept.fails("%dipexport train.py").message
+
+
+def test_the_stop_button_reaches_the_ranks(shared_kept: Notebook) -> None:
+    cell = shared_kept.begin(
+        "%%dip\nkept = rank\nprint('begun', flush=True)\nif rank: dist.barrier()\ntime.sleep(1000)"
+    )
+    shared_kept.finish(cell, until="begun")
+    shared_kept.interrupt()
+    shown = shared_kept.finish(cell)
+    assert shown.error == "CellInterrupted"
+    shared_kept.ok("%%dip\nassert kept == rank\ndist.barrier()")
+
+
+def test_ranks_ask_in_the_notebook(shared_kept: Notebook) -> None:
+    asked = shared_kept.converse("%%dip -r 1\nname = input('name? ')\nassert name == 'me'", "me")
+    assert (asked.shown.status, asked.prompts) == ("ok", ["rank 1: name? "])
+    seen = shared_kept.converse(
+        "%%dip\nif rank == 1: breakpoint()\na = rank + 40\nb = 1", *LEAVE_BREAKPOINT, "n", "p a", "c"
+    )
+    assert seen.shown.status == "ok" and "41\n" in seen.text
+    seen = shared_kept.converse("%%dip\nif rank == 1: breakpoint()\na = rank", shared_kept.interrupt)
+    assert (seen.shown.error, len(seen.prompts)) == ("CellInterrupted", 1)
+
+
+def test_impossible_requests_are_refused(shared_kept: Notebook) -> None:
+    assert "attached to" in shared_kept.fails("%makedip --keep -n 2").message
+    with pytest.raises(BadInput, match="no kept group has this name"):
+        kept_folder.find_kept("nobody")
