@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Sequence
 
-import psutil
-
 from ddip.cluster.processes import ownership
 from ddip.kept import kept_folder
-
-END_SECONDS = 30.0
 
 
 def main(options: Sequence[str]) -> int:
@@ -44,16 +39,12 @@ def end_kept(names: Sequence[str]) -> int:
     """End the kept groups `names`; return 1 if one does not exist or does not end."""
     kept, code = {one.name: one for one in kept_folder.list_kept()}, 0
     for name in names:
-        process = kept[name].find_process() if name in kept else None
-        if process is None:
+        if name not in kept:
             print(f"--end {name}: no kept group has this name; kept: {', '.join(kept) or 'none'}", file=sys.stderr)
             code = 1
-            continue
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-        if kept[name].wait_for_end(END_SECONDS):
+        elif kept[name].end():
             print(f"ended {name}")
         else:
-            print(f"{name}: keeper {process.pid} has not ended for {END_SECONDS:g} s", file=sys.stderr)
+            print(f"--end {name}: keeper {kept[name].pid} does not end; kill it", file=sys.stderr)
             code = 1
     return code

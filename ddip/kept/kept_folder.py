@@ -60,6 +60,14 @@ class KeptGroup:
         """Return the keeper's process; None if it has ended."""
         return Proc(self.pid, self.started).find()
 
+    def end(self, seconds: float = 30) -> bool:
+        """End the keeper and its group; return False if that takes longer than `seconds`."""
+        process = self.find_process()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process is not None:
+                process.terminate()
+        return self.wait_for_end(seconds)
+
     def wait_for_end(self, seconds: float) -> bool:
         """Wait until the keeper has ended, for at most `seconds`; return True if it has."""
         until = time.monotonic() + seconds  # psutil would wait until the parent has reaped it

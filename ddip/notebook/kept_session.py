@@ -57,11 +57,15 @@ class KeptGroups:
         """True while the magics run in a keeper."""
         return self._session is not None
 
+    def list_free(self) -> list[str]:
+        """Return the names of kept groups that no kernel holds."""
+        return [kept.name for kept in kept_folder.list_kept() if not kept.is_claimed]
+
     def start(self, line: str, seconds: float) -> None:
         """Start a keeper, and in it the group of the ``%makedip`` `line`; nothing is left if that fails."""
         self._session = session = KeptSession(self._main, start_keeper(seconds), self._forget, is_new=True)
         try:
-            session.run(f"%makedip {_without_keep(line)}")
+            session.run(f"%makedip {without_keep(line)}")
         except BaseException:
             session.end()
             raise
@@ -302,6 +306,6 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:g} s"
 
 
-def _without_keep(line: str) -> str:
+def without_keep(line: str) -> str:
     """Return the ``%makedip`` line without ``--keep`` and its time, for the keeper."""
-    return re.sub(r"--keep(?:[ =]\d+[smh]?\b)?", "", line).strip()
+    return re.sub(r"--keep(?:[ =][\d.]+[smh]?(?!\S))?", "", line).strip()

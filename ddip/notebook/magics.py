@@ -37,6 +37,9 @@ class KeptGroups(Protocol):
     def is_attached(self) -> bool:
         """True while the magics run in a keeper."""
 
+    def list_free(self) -> list[str]:
+        """Return the names of kept groups that no kernel holds."""
+
     def start(self, line: str, seconds: float) -> None:
         """Start the group of the ``%makedip`` `line`, and keep it for `seconds` after this kernel's end."""
 
@@ -159,6 +162,7 @@ class DipMagics(Traits):
         if args.keep is not None or args.attach is not None:
             self._start_or_attach(args, line)
             return
+        is_first = self.group is None
         sets = self._apply_settings(args)
         if args.dry_run:
             print(arguments.job_script(args))
@@ -178,6 +182,8 @@ class DipMagics(Traits):
             return
         elif arguments.asks_for_a_group(args) or not (args.info or sets):
             self._start_or_change(args)
+            if is_first:
+                self._report_kept()
         if args.info:
             self._print_info()
 
@@ -187,10 +193,16 @@ class DipMagics(Traits):
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.attach is None:
             self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
+            self._report_kept()
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:
             self.kept.attach(args.attach)
+
+    def _report_kept(self) -> None:
+        """Name the groups of former kernels that still run, and may hold GPUs."""
+        for name in self.kept.list_free():
+            print(f"ddip: the kept group {name} still runs, without a kernel: %makedip --attach {name} takes it over")
 
     def _apply_settings(self, args: Any) -> bool:
         """Apply the settings in `args`, and return True if there were any."""

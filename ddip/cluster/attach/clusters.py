@@ -14,6 +14,7 @@ from IPython.paths import get_ipython_dir
 from ddip.errors import GroupError
 
 CONNECT_SECONDS = 1.0
+START_ONE = "ipcluster start starts one; --attach takes over a group that %makedip --keep has kept"
 BEGIN, END = "ipcontroller", "client.json"
 
 
@@ -75,7 +76,11 @@ def _checked_file(typed: str) -> str:
 
 def _running_text() -> str:
     names = [cluster.name for cluster in list_clusters() if is_running(cluster.file)]
-    return f"running: {', '.join(names)}" if names else "no cluster runs here; ipcluster start starts one"
+    return (
+        f"running: {', '.join(names)}"
+        if names
+        else "no cluster runs here; ipcluster start starts one (a group of ddip: --attach)"
+    )
 
 
 def list_clusters() -> Sequence[ClusterInfo]:

@@ -1,0 +1,101 @@
+"""What the keeper of a kept group records of its cells, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddip.errors import BadInput, CellError
+from ddip.kept import cell_records
+from ddip.kept.cell_records import CellRecord, CellRecords
+from ddip.kept.keeper_link import error_of
+from ddip.notebook import arguments, kept_session
+
+
+def stream(text: str, name: str = "stdout") -> dict[str, Any]:
+    return {"name": name, "text": text}
+
+
+def display(text: str, name: str) -> dict[str, Any]:
+    return {"data": {"text/plain": text}, "metadata": {}, "transient": {"display_id": name}}
+
+
+def texts_of(record: CellRecord) -> list[str]:
+    return [output["content"].get("text") or output["content"]["data"]["text/plain"] for output in record.outputs]
+
+
+def test_texts_are_joined_and_displays_updated() -> None:
+    record = CellRecord(1, 0.0)
+    for content in (stream("a"), stream("b"), stream("error", "stderr")):
+        record.add("stream", content)
+    record.add("display_data", display("10 %", "bar"))
+    record.add("stream", stream("c"))
+    record.add("update_display_data", display("20 %", "bar"))
+    record.add("update_display_data", display("of another cell", "other"))
+    assert texts_of(record) == ["ab", "error", "20 %", "c"]
+
+
+def test_output_is_cleared_as_on_a_page() -> None:
+    record = CellRecord(1, 0.0)
+    record.add("stream", stream("a"))
+    record.add("clear_output", {"wait": True})
+    assert texts_of(record) == ["a"]
+    record.add("stream", stream("b"))
+    assert texts_of(record) == ["b"]
+    record.add("clear_output", {"wait": False})
+    assert texts_of(record) == []
+
+
+def test_the_beginning_of_long_text_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_records, "CHARACTERS", 100)
+    record = CellRecord(1, 0.0)
+    record.add("stream", stream("first" * 10, "stderr"))
+    record.add("display_data", display("stays", "1"))
+    for number in range(100):
+        record.add("stream", stream(f"line {number:3}\n"))
+    assert record.is_dropped and texts_of(record)[0] == "stays"
+    assert texts_of(record)[-1].endswith("line  99\n") and 100 <= len(texts_of(record)[-1]) < 150
+
+
+def test_records_are_selected_by_time_and_by_running_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(cell_records.time, "time", lambda: now)
+    records = CellRecords()
+    records.add("old", 1, "stream", stream("a"))
+    records.add("running", 2, "stream", stream("b"))
+    now = 200.0
+    records.add("new", 3, "stream", stream("c"))
+    assert [record["number"] for record in records.select(150.0, {2}).values()] == [2, 3]
+    for number in range(cell_records.CELLS):
+        records.add(f"later {number}", 9, "stream", stream("d"))
+    assert "running" not in records.select(0.0, {2})
+
+
+def test_an_error_of_the_keeper_keeps_its_class_and_traceback() -> None:
+    error = error_of({"ename": "CellError", "evalue": "rank 1: oops", "traceback": ["line 1"]})
+    assert isinstance(error, CellError) and str(error) == "rank 1: oops" and type(error).__name__ == "CellError"
+    assert error._render_traceback_() == ["line 1"]  # type: ignore[attr-defined]
+    assert type(error_of({"ename": "ZeroDivisionError", "evalue": ""})).__name__ == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        ("--keep -n 2", "-n 2"),
+        ("-n 2 --keep 2h", "-n 2"),
+        ("--keep=90s -g all", "-g all"),
+        ("-g 0 --keep", "-g 0"),
+        ("--keep 1.5h -a fastai", "-a fastai"),
+    ],
+)
+def test_the_keeper_gets_the_line_without_keep(line: str, rest: str) -> None:
+    assert kept_session.without_keep(line) == rest
+
+
+def test_times_have_units() -> None:
+    assert [arguments.parse_time(typed, "--keep") for typed in ("90s", "10m", "2h", "5", "1.5h")] == [
+        90, 600, 7200, 5, 5400,
+    ]  # fmt: skip
+    with pytest.raises(BadInput, match="--keep soon: type a time"):
+        arguments.parse_time("soon", "--keep")
