@@ -65,6 +65,7 @@ test-system: $(SYSTEM)
 
 test-long: $(SYSTEM)
 	$(BIN)/python -m pytest tests/unit tests/cluster tests/frameworks tests/system -m long $(ARGS)
+	$(MAKE) test-hosts ARGS="-m long $(ARGS)"
 
 # Installs Debian packages without starting their services.
 HOSTS := $(BIN)/python -m tests.hosts.network

@@ -36,6 +36,7 @@ def theirs(hosts: Network) -> Iterator[ForeignCluster]:
             hosts[name].run(["sh", "-c", "rm -rf /tmp/engine.json /tmp/tmp*"])
 
 
+@pytest.mark.long
 def test_hosts_follow_the_order_of_engines_and_nothing_stays(theirs: ForeignCluster, hosts: Network) -> None:
     for _ in range(2):
         with ddip.Group(reach=Reach(cluster="theirs")) as group:

@@ -221,7 +221,14 @@ def test_a_host_whose_processes_end_is_reused(group: ddip.Group, hosts: Network,
     assert group.pull(["kept"], 1) == {"kept": 1}
 
 
-@pytest.mark.parametrize("code", ["", BUSY, BUSY_ALONE], ids=["idle", "all_reduce", "loop"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("", id="idle"),
+        pytest.param(BUSY, id="all_reduce", marks=pytest.mark.long),
+        pytest.param(BUSY_ALONE, id="loop"),
+    ],
+)
 @pytest.mark.parametrize("which", ["notebook", "controller"])
 def test_nothing_outlives_the_notebook_or_its_controller(hosts: Network, which: str, code: str) -> None:
     script = NOTEBOOK.format(begin=BEGIN, code=code)

@@ -27,6 +27,7 @@ def test_the_notebook_runs_over_two_hosts(tmp_path: Path) -> None:
     assert "new False" in shown, "the new rank has none of the variables"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_hosts_train_to_the_same_bits_as_one(tmp_path: Path) -> None:
     stored = nbformat.read(HOSTS.with_name("01_quickstart.ipynb"), 4)

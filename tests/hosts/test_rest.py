@@ -183,6 +183,7 @@ class _Counting(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.long
 def test_fastai_downloads_once_per_host_and_trains(hosts: Network, tmp_path: Path) -> None:
     pytest.importorskip("fastai")
     with tarfile.open(tmp_path / "tiny.tgz", "w:gz") as archive:

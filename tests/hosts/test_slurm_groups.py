@@ -82,8 +82,8 @@ def test_a_job_is_submitted_and_ends_with_the_group(slurm: Slurm) -> None:
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [
-        ("--gpus-per-node=2", ("0,1", "0,1")),
-        ("--gpus=4", ("0,1", "0,1")),
+        pytest.param("--gpus-per-node=2", ("0,1", "0,1"), marks=pytest.mark.long),
+        pytest.param("--gpus=4", ("0,1", "0,1"), marks=pytest.mark.long),
         ("--gpus=3", ("0,1", "0")),
         ("-n3 --gpus-per-task=1", ("0,1", "0")),
     ],
@@ -182,7 +182,7 @@ def test_a_job_that_slurm_accepts_too_late_is_cancelled(slurm: Slurm) -> None:
     assert slurm.jobs() == {}
 
 
-@pytest.mark.parametrize("with_notebook", [False, True])
+@pytest.mark.parametrize("with_notebook", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_no_job_outlives_its_killed_keeper(slurm: Slurm, with_notebook: bool) -> None:
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -271,6 +271,7 @@ def test_the_magic_submits_and_reuses_a_job(slurm: Slurm, tmp_path: Path) -> Non
     wait_until(lambda: not slurm.jobs())
 
 
+@pytest.mark.long
 def test_an_exported_job_gives_the_numbers_of_the_session(slurm: Slurm, hosts: Network, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
     try:

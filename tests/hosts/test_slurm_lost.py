@@ -41,6 +41,7 @@ def test_a_cancelled_job_counts_as_a_lost_host(slurm: Slurm) -> None:
         assert sums_of_ranks(group) == [3.0] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", ["h1", "h2"], ids=["that of the script", "another"])
 def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Network, lost: str) -> None:
     with ddip.Group(1, reach=TWO_NODES) as group:
@@ -55,6 +56,7 @@ def test_a_node_without_power_ends_neither_job_nor_ranks(slurm: Slurm, hosts: Ne
     wait_until(lambda: not slurm.jobs())
 
 
+@pytest.mark.long
 def test_a_repair_gets_another_node_in_a_new_job(three_nodes: Slurm, hosts: Network) -> None:
     messages: list[str] = []
     with ddip.Group(1, reach=TWO_NODES) as group:
@@ -106,6 +108,7 @@ def test_a_repair_reuses_a_node_that_is_up(slurm: Slurm) -> None:
     wait_until(lambda: not slurm.jobs())
 
 
+@pytest.mark.long
 def test_a_notebook_killed_after_a_repair_leaves_nothing(three_nodes: Slurm, hosts: Network) -> None:
     script = f"{NOTEBOOK}print(group.repair(), flush=True)\ninput()\n"
     with subprocess.Popen(
@@ -125,6 +128,7 @@ def test_a_notebook_killed_after_a_repair_leaves_nothing(three_nodes: Slurm, hos
     wait_until(lambda: not three_nodes.jobs(), 15)
 
 
+@pytest.mark.long
 def test_a_lost_node_in_a_foreign_job_is_not_replaced(
     slurm: Slurm, hosts: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:

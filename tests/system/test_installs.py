@@ -169,9 +169,14 @@ WAYS = (
     into_a_target_folder_on_sys_path,
     with_uv,
 )
+LATER = (into_a_conda_prefix, into_a_user_site, into_a_target_folder_on_pythonpath, with_uv)
+"""Ways that ``make test-long`` tries."""
 
 
-@pytest.mark.parametrize("install", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "install",
+    [pytest.param(way, id=way.__name__, marks=[pytest.mark.long] * (way in LATER)) for way in WAYS],
+)
 def test_ranks_start_from_the_installed_copy(
     install: Callable[[Parts, Path], Installed], parts: Parts, tmp_path: Path
 ) -> None:

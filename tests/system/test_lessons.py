@@ -17,7 +17,7 @@ LOSS = re.compile(r"^(.+): loss ([\d.]+) -> ([\d.]+)$", re.MULTILINE)
 PROVED = re.compile(r"^(.+): (True|False)$", re.MULTILINE)
 MODELS = {"01_intro": 4, "05_pet_breeds": 2, "06_multicat": 1, "07_sizing_tta": 4, "08_collab": 16}
 """How many models each lesson trains and reports the loss of."""
-LATER = ("fastai_05_pet_breeds", "fastai_06_multicat", "fastai_07_sizing_tta", "fastai_08_collab")
+LATER = ("fastai_01_intro", "fastai_05_pet_breeds", "fastai_06_multicat", "fastai_07_sizing_tta", "fastai_08_collab")
 """Lessons that ``make test-long`` runs."""
 
 
