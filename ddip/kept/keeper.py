@@ -18,9 +18,11 @@ Its sockets are files in a folder that only this user can enter.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -34,6 +36,7 @@ from ipykernel.kernelapp import IPKernelApp
 
 from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
+from ddip.errors import GroupError
 from ddip.group import session
 from ddip.kept import kept_folder
 from ddip.kept.cell_records import CellRecords
@@ -121,12 +124,26 @@ class Keeper:
 class KeeperKernel(IPythonKernel):  # type: ignore[misc]
     """IPython's kernel, which also answers a kernel that attaches while the keeper runs a cell."""
 
-    control_msg_types = [*IPythonKernel.control_msg_types, "ddip_attach_request", "ddip_end_request"]
+    control_msg_types = [
+        *IPythonKernel.control_msg_types,
+        "ddip_attach_request",
+        "ddip_call_request",
+        "ddip_end_request",
+    ]
 
     def ddip_attach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer with `Keeper.attach_report`."""
         assert self.session is not None
         self.session.send(stream, "ddip_attach_reply", current().attach_report(), parent, ident=ident)
+
+    def ddip_call_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Answer with the result of ``Group.try_call``, such as the completions of a rank."""
+        group, content, answer = session.current_group(), parent["content"], None
+        if group is not None:
+            with contextlib.suppress(GroupError):
+                answer = group.try_call(pickle.loads(base64.b64decode(content["call"])), content["seconds"])
+        assert self.session is not None
+        self.session.send(stream, "ddip_call_reply", {"answer": answer}, parent, ident=ident)
 
     def ddip_end_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """End the keeper and its group."""

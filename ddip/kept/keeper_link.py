@@ -8,10 +8,12 @@ output, also that of cells that have ended, and sends it to the page as output o
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import getpass
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -31,6 +33,7 @@ from ddip.guard import Guard
 from ddip.kept import kept_folder
 from ddip.kept.kept_folder import CONNECTION, KeptGroup
 from ddip.output import area
+from ddip.protocol.on_rank import RemoteCall
 
 POLL_MILLISECONDS = 100
 REPLY_SECONDS = 20
@@ -119,9 +122,14 @@ class KeeperLink:
 
     # -- requests
 
-    def ask_keeper(self, kind: str) -> dict[str, Any]:
+    def try_call(self, call: RemoteCall[dict[str, Any]], seconds: float) -> dict[str, Any] | None:
+        """Call ``Group.try_call`` in the keeper, which does so even while it runs a cell."""
+        content = {"call": base64.b64encode(pickle.dumps(call)).decode(), "seconds": seconds}
+        return self.ask_keeper("ddip_call", content)["answer"]  # type: ignore[no-any-return]
+
+    def ask_keeper(self, kind: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a control request, which the keeper answers even while it runs a cell, and return the answer."""
-        request = self.session.msg(f"{kind}_request", {})
+        request = self.session.msg(f"{kind}_request", content or {})
         self.session.send(self._control, request)
         if not self._control.poll(REPLY_MILLISECONDS):
             raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")

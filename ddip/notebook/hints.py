@@ -62,6 +62,8 @@ class Hints:
         self._shell = shell
         self._group = group
         self._autodipper = autodipper
+        self.kept_call: Callable[[RemoteCall[dict[str, Any]], float], dict[str, Any] | None] | None = None
+        """``Group.try_call`` of a kept group, while the notebook is attached to one."""
         self.autoreload = Autoreload(shell)
         self._magic_completer = MagicCompleter(shell, group)
         self._completions = shell.Completer.completions
@@ -99,9 +101,10 @@ class Hints:
         """Return the index at which the code for ranks begins, and rank 0's answer; None without an answer."""
         begin = self._code_start(text)
         group = self._group()
-        if begin is None or cursor < begin or group is None or not group.alive:
+        try_call = self.kept_call or (group.try_call if group is not None and group.alive else None)
+        if begin is None or cursor < begin or try_call is None:
             return None
-        answer = group.try_call(ask(text[begin:], cursor - begin), ANSWER_SECONDS)
+        answer = try_call(ask(text[begin:], cursor - begin), ANSWER_SECONDS)
         return None if answer is None else (begin, answer)
 
     def _complete(self, text: str, offset: int) -> Iterator[Completion]:

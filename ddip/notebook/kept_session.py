@@ -143,6 +143,7 @@ class KeptSession:
             self._link.announce_prompt()
         self._replaced: dict[tuple[str, str], Any] = {}
         self._replace_magics()
+        main.hints.kept_call = self._link.try_call
         atexit.register(self.detach)
 
     # -- magics
@@ -167,6 +168,7 @@ class KeptSession:
         for (kind, name), magic in self._replaced.items():
             found[kind][name] = magic
         self._replaced.clear()
+        self._main.hints.kept_call = None
 
     def _forwarder(self, kind: str, name: str, magic: Any) -> Any:
         """Return a function for IPython that runs the magic `name` in the keeper; it has the help of `magic`."""

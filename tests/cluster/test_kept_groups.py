@@ -231,6 +231,13 @@ def test_ranks_ask_in_the_notebook(shared_kept: Notebook) -> None:
     assert (seen.shown.error, len(seen.prompts)) == ("CellInterrupted", 1)
 
 
+def test_tab_and_help_know_the_ranks_variables(shared_kept: Notebook) -> None:
+    shared_kept.ok("%%dip\ndef remote_function(number):\n    'Double a number.'\nremote_number = 5")
+    # a rank has 0.2 s to answer
+    wait_until(lambda: "remote_number" in shared_kept.ask("complete", "%%dip\nremote_nu")["matches"])
+    wait_until(lambda: "Double a number." in str(shared_kept.ask("inspect", "%%dip\nremote_function")["data"]))
+
+
 def test_impossible_requests_are_refused(shared_kept: Notebook) -> None:
     assert "attached to" in shared_kept.fails("%makedip --keep -n 2").message
     with pytest.raises(BadInput, match="no kept group has this name"):
