@@ -23,9 +23,9 @@ def main(words: list[str]) -> int:
 
             return command.main(options)
         case ["groups", *options]:
-            from ddip.kept import command as groups_command
+            from ddip.kept import kept_command
 
-            return groups_command.main(options)
+            return kept_command.main(options)
         case ["--version"]:
             from ddip import __version__
 

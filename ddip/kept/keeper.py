@@ -151,6 +151,7 @@ class KeeperKernel(IPythonKernel):  # type: ignore[misc]
 
 
 _keeper: Keeper | None = None
+"""The keeper of this process, from its start on."""
 
 
 def current() -> Keeper:

@@ -124,7 +124,7 @@ class KeeperLink:
 
     def try_call(self, call: RemoteCall[dict[str, Any]], seconds: float) -> dict[str, Any] | None:
         """Call ``Group.try_call`` in the keeper, which does so even while it runs a cell."""
-        content = {"call": base64.b64encode(pickle.dumps(call)).decode(), "seconds": seconds}
+        content = {"call": str(base64.b64encode(pickle.dumps(call)), "ascii"), "seconds": seconds}
         return self.ask_keeper("ddip_call", content)["answer"]  # type: ignore[no-any-return]
 
     def ask_keeper(self, kind: str, content: dict[str, Any] | None = None) -> dict[str, Any]:

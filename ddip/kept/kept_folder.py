@@ -80,7 +80,7 @@ class KeptGroup:
     def holder(self) -> str:
         """Return the kernel that is attached, as text for users; empty if there is none."""
         with contextlib.suppress(OSError):
-            return Path(self.folder, CLAIM).read_text().strip() if self.is_claimed else ""
+            return Path(self.folder, CLAIM).read_text(errors="replace").strip() if self.is_claimed else ""
         return ""
 
     def write(self) -> None:

@@ -57,7 +57,7 @@ class DipMagics(Traits):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._last_request = placement.Request()
-        self.kept: KeptGroups
+        self.kept: KeptGroups | None = None
         """The kept groups; set when the extension is loaded."""
         self._has_turned_autodip_off = False
         """True if the last group had %autodip on when -k ended it."""
@@ -189,6 +189,7 @@ class DipMagics(Traits):
 
     def _start_or_attach(self, args: Any, line: str) -> None:
         """Start a kept group, or attach to one; this notebook must not have a group."""
+        assert self.kept is not None
         if self.group is not None and self.group.alive:
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.attach is None:
@@ -201,7 +202,7 @@ class DipMagics(Traits):
 
     def _report_kept(self) -> None:
         """Name the groups of former kernels that still run, and may hold GPUs."""
-        for name in self.kept.list_free():
+        for name in self.kept.list_free() if self.kept is not None else ():
             print(f"ddip: the kept group {name} still runs, without a kernel: %makedip --attach {name} takes it over")
 
     def _apply_settings(self, args: Any) -> bool:
@@ -299,7 +300,8 @@ class DipMagics(Traits):
 
         group, self.group = self.group, None
         self.autodipper.off()
-        self.kept.detach()
+        if self.kept is not None:
+            self.kept.detach()
         if group is not None:
             group.shutdown()
         if clear_up_orphans():
@@ -455,9 +457,10 @@ class DipMagics(Traits):
         if args.switch not in (None, "on", "off"):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
-            if not self.kept.is_attached:
+            is_kept = self.kept is not None and self.kept.is_attached
+            if not is_kept:
                 self.require_group("%autodip on")
-            if not self.kept.is_attached and self._parse_dip(args.args or "").where == "local":
+            if not is_kept and self._parse_dip(args.args or "").where == "local":
                 raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells then run in the notebook")
             self.autodipper.on(args.args or "")
         elif args.args is not None:

@@ -16,6 +16,7 @@ DDIP = Path(__file__).parents[2] / "ddip"
 ROOMS = {
     "notebook",
     "call",
+    "kept",
     "group",
     "output",
     "cluster",
