@@ -39,6 +39,8 @@ POLL_MILLISECONDS = 100
 REPLY_SECONDS = 20
 """Time that a keeper may take to answer while it runs a cell."""
 REPLY_MILLISECONDS = REPLY_SECONDS * 1000
+PAGES = 500
+"""Number of cells whose late output is shown below them; that of older ones is shown below the first cell."""
 OUTPUT_SECONDS = 5.0
 """Time to wait for the last output of a request after its reply."""
 
@@ -164,6 +166,8 @@ class KeeperLink:
         self._idle[request] = threading.Event()
         if not silent:
             self._pages[request] = _Page()
+            for former in list(self._pages)[:-PAGES]:
+                del self._pages[former]
         self.session.send(self._shell, message)
         try:
             with _Interrupts(self.kept.pid):
@@ -297,7 +301,7 @@ class _Interrupts:
 def error_of(reply: dict[str, Any]) -> BaseException:
     """Return the error of a failed `run_code` as an exception of the same name, which shows the keeper's traceback."""
     name, text, lines = reply.get("ename", "Error"), reply.get("evalue", ""), list(reply.get("traceback", ()))
-    known = getattr(errors, name, None)
+    known = errors.RequestInterrupted if name == "KeyboardInterrupt" else getattr(errors, name, None)
     base: type[BaseException] = known if isinstance(known, type) and issubclass(known, DdipError) else GroupError
     render: Callable[[object], list[str]] = lambda self: lines  # noqa: E731
     shown = {"__init__": lambda self, text: BaseException.__init__(self, text), "_render_traceback_": render}

@@ -194,7 +194,6 @@ class DipMagics(Traits):
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.attach is None:
             self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
-            self._report_kept()
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:
