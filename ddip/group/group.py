@@ -818,9 +818,7 @@ class Group:
         """
         to = self._checked(ranks)
         transfer.check_own(values, "push")
-        with self.lifecycle.turn:
-            with self.lifecycle.progress.reported_to(progress):
-                self.lifecycle.ensure_ready(to, needs_group=False)
+        with self.lifecycle.ready_for_push(to, progress):
             self.transferred, pickled = transfer.push_values(self.ranks, values, to, progress)
             self.history.note_push(self._parts.cells.number(), pickled, to)
         return [*self.transferred.moved]
@@ -866,13 +864,7 @@ class Group:
             As for `pull`.
         """
         of = self._checked(ranks)
-        with self.lifecycle.turn:
-            self._parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} copies without waiting")
-            with self.lifecycle.progress.reported_to(progress):
-                if self.ranks.gpu_lost:
-                    self.lifecycle.ensure_free(of)
-                else:
-                    self.lifecycle.ensure_ready(of, needs_group=False)
+        with self.lifecycle.ready_for_pull(names, of, progress):
             values, self.transferred = transfer.pull_values(self.ranks, names, of, progress)
         return values, [*self.transferred.moved]
 

@@ -247,6 +247,27 @@ class Lifecycle:
         """Number of ranks."""
         return len(self.parts.ranks.members)
 
+    @contextlib.contextmanager
+    def ready_for_push(self, to: Sequence[int], progress: Report) -> Iterator[None]:
+        """Hold the turn of the group in this context, in which the ranks `to` accept variables; raises GroupError."""
+        with self.turn:
+            with self.progress.reported_to(progress):
+                self.ensure_ready(to, needs_group=False)
+            yield
+
+    @contextlib.contextmanager
+    def ready_for_pull(self, names: Sequence[str], of: Sequence[int], progress: Report) -> Iterator[None]:
+        """Hold the turn of the group in this context, in which the ranks `of` send variables; raises GroupError."""
+        with self.turn:
+            parts = self.parts
+            parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} copies without waiting")
+            with self.progress.reported_to(progress):
+                if parts.ranks.gpu_lost:
+                    self.ensure_free(of)
+                else:
+                    self.ensure_ready(of, needs_group=False)
+            yield
+
     def describe(self) -> str:
         """Return ranks, devices and backend in one line."""
         return f"ddip: {self.spec.describe(self.request.hosts)}"

@@ -24,9 +24,11 @@ class CellRecord:
 
     number: int
     changed: float
-    """Unix time of the last output, in seconds."""
+    """Time of the last output, of ``time.monotonic``."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """Messages by ``kind`` and ``content``, as a page would keep them."""
+    last: int = 0
+    """Number of the last message (`order_of`)."""
     characters: int = 0
     is_dropped: bool = False
     """True if the beginning of the text was dropped."""
@@ -82,6 +84,12 @@ class CellRecord:
         self.outputs = [one for one in self.outputs if one["kind"] != "stream" or one["content"]["text"]]
 
 
+def order_of(message: dict[str, Any]) -> int:
+    """Return the number of a message among those of its session; Jupyter's message IDs end with it."""
+    number = message["header"]["msg_id"].rpartition("_")[2]
+    return int(number) if number.isdecimal() else 0
+
+
 class CellRecords:
     """The records of the last cells, by the ID of the request that each answers; any thread may use it."""
 
@@ -89,26 +97,31 @@ class CellRecords:
         self._records: dict[str, CellRecord] = {}
         self._lock = threading.Lock()
 
-    def add(self, request: str, number: int, kind: str, content: dict[str, Any]) -> None:
-        """Record a message in reply to `request`; `number`: the number of its cell, used with its first message."""
+    def add(self, message: dict[str, Any], number: int) -> None:
+        """Record a message; `number`: the number of its cell, used with its first message."""
+        request = message["parent_header"].get("msg_id", "")
         with self._lock:
             record = self._records.get(request)
             if record is None:
                 record = self._records[request] = CellRecord(number, 0.0)
                 while len(self._records) > CELLS:
                     del self._records[next(iter(self._records))]
-            record.changed = time.time()
-            record.add(kind, content)
+            record.changed, record.last = time.monotonic(), order_of(message)
+            record.add(message["header"]["msg_type"], message["content"])
 
     def select(self, since: float, running: set[int]) -> dict[str, dict[str, Any]]:
-        """Return by request the cells that have shown something since the Unix time `since`, or are `running`."""
+        """Return by request the cells that have shown something after `since`, or are `running`.
+
+        `since`: of ``time.monotonic``.
+        """
         with self._lock:
             return {
                 request: {
                     "number": record.number,
                     "is_dropped": record.is_dropped,
+                    "last": record.last,
                     "outputs": [{**output, "content": dict(output["content"])} for output in record.outputs],
                 }
                 for request, record in self._records.items()
-                if record.changed >= since or record.number in running
+                if record.changed > since or record.number in running
             }

@@ -26,24 +26,30 @@ import pickle
 import signal
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import setproctitle
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 
 from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
-from ddip.errors import GroupError
+from ddip.errors import GroupError, NoGroup
 from ddip.group import session
-from ddip.kept import kept_folder
+from ddip.kept import kept_folder, kept_objects
 from ddip.kept.cell_records import CellRecords
 from ddip.kept.kept_folder import KeptGroup
+from ddip.output import area
 
 POLL_SECONDS = 0.5
 """Time between two looks for a kernel that holds the claim."""
+NO_GROUP_SECONDS = 10.0
+"""Time for which a keeper without a group waits for a kernel."""
+OWN_SETTINGS = ("warm", "warm_apps", "local_magics", "verbose")
+"""Settings that concern only the notebook."""
 SHOWN = ("stream", "display_data", "update_display_data", "execute_result", "error", "clear_output")
 """Types of the messages to record."""
 
@@ -57,11 +63,10 @@ class Keeper:
         me = Proc.of(os.getpid())
         self.kept = KeptGroup(name, me.pid, me.started, seconds, str(folder))
         self._records = CellRecords()
-        self._alone_since = time.time()
-        self._is_alone = True
+        self._seen_until = time.monotonic()
+        """The time until which a kernel has seen all output."""
+        self._is_alone = False
         self._is_ending = threading.Lock()
-        self.noted: dict[str, Any] = {}
-        """The variables at the last `note_names`."""
 
     def record_messages(self) -> None:
         """Record from now on what the session sends for pages."""
@@ -71,8 +76,7 @@ class Keeper:
         def send_and_record(stream: Any, msg_or_type: Any, *arguments: Any, **options: Any) -> Any:
             message = send(stream, msg_or_type, *arguments, **options)
             if message and message["header"]["msg_type"] in SHOWN and os.getpid() == me:
-                request = message["parent_header"].get("msg_id", "")
-                self._records.add(request, self.count_cells() - 1, message["header"]["msg_type"], message["content"])
+                self._records.add(message, self.count_cells() - 1)
             return message
 
         session.send = send_and_record
@@ -87,14 +91,21 @@ class Keeper:
         threading.Thread(target=self._watch, name="ddip-keeper", daemon=True).start()
 
     def _watch(self) -> None:
+        alone_since = time.monotonic()
         while True:
             time.sleep(POLL_SECONDS)
-            is_alone = kept_folder.can_claim(Path(self.kept.folder))
+            is_alone, now = kept_folder.can_claim(Path(self.kept.folder)), time.monotonic()
             if is_alone and not self._is_alone:
-                self._alone_since = time.time()
+                alone_since = now
+                self._seen_until = max(self._seen_until, now - POLL_SECONDS)  # when it may have begun
             self._is_alone = is_alone
-            if is_alone and time.time() - self._alone_since > self.kept.seconds:
+            seconds = self.kept.seconds if has_group() else min(NO_GROUP_SECONDS, self.kept.seconds)
+            if is_alone and now - alone_since > seconds:
                 self.end()
+
+    def note_seen(self) -> None:
+        """Note that the kernel that is attached has shown all output until now."""
+        self._seen_until = time.monotonic()
 
     def end(self) -> None:
         """End the group and this process, and remove all files; any thread may call it."""
@@ -111,9 +122,10 @@ class Keeper:
         """Return what a kernel that has just attached shows: the number of the next cell, records, running cells."""
         group = session.current_group()
         cells = [] if group is None else [cell for cell in group.cells if cell.outcome is None]
-        since = self._alone_since - POLL_SECONDS  # when it may have begun
-        records = self._records.select(since, {cell.number for cell in cells})
+        records = self._records.select(self._seen_until, {cell.number for cell in cells})
+        self.note_seen()
         return {
+            "settings": json.dumps(read_settings()),
             "next": self.count_cells(),
             "about": "" if group is None else group.describe(),
             "running": sorted({cell.number for cell in cells}),
@@ -124,12 +136,35 @@ class Keeper:
 class KeeperKernel(IPythonKernel):  # type: ignore[misc]
     """IPython's kernel, which also answers a kernel that attaches while the keeper runs a cell."""
 
+    msg_types = [*IPythonKernel.msg_types, "ddip_task_request"]
     control_msg_types = [
         *IPythonKernel.control_msg_types,
         "ddip_attach_request",
         "ddip_call_request",
+        "ddip_detach_request",
         "ddip_end_request",
     ]
+
+    def ddip_task_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Call one of `TASKS` between two cells."""
+        content = parent["content"]
+        reply: dict[str, Any]
+        try:
+            value = TASKS[content["function"]](*json.loads(content["arguments"]))
+            reply = {"status": "ok", "value": json.dumps(value)}
+        except BaseException as error:  # including the stop button, of which the notebook must learn
+            render = getattr(error, "_render_traceback_", None)
+            lines = traceback.format_exception(error) if render is None else render()
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+        area.flush_streams()
+        assert self.session is not None
+        self.session.send(stream, "ddip_task_reply", reply, parent, ident=ident)
+
+    def ddip_detach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Note that the kernel has shown all output, and is leaving."""
+        current().note_seen()
+        assert self.session is not None
+        self.session.send(stream, "ddip_detach_reply", {}, parent, ident=ident)
 
     def ddip_attach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer with `Keeper.attach_report`."""
@@ -160,6 +195,13 @@ def current() -> Keeper:
     return _keeper
 
 
+class KeeperApp(IPKernelApp):  # type: ignore[misc]
+    """IPython's kernel application without the user's startup files, which belong to the notebook."""
+
+    def init_code(self) -> None:
+        """Run nothing."""
+
+
 def main() -> None:
     """Run the keeper until it ends itself."""
     global _keeper
@@ -168,19 +210,20 @@ def main() -> None:
     folder = ownership.make_run_folder()
     try:
         (folder / kept_folder.CLAIM).touch(0o600)
-        app = IPKernelApp.instance(
-            kernel_class=KeeperKernel,
-            transport="ipc",
-            ip=str(folder / "k"),
-            connection_file=str(folder / kept_folder.CONNECTION),
-            quiet=True,
-        )
+        app = KeeperApp.instance(kernel_class=KeeperKernel, quiet=True)
         app.config.HistoryManager.hist_file = ":memory:"
-        app.initialize([])
+        # after the user's configuration, which may set these too
+        ours = {"transport": "ipc", "ip": str(folder / "k"), "connection_file": str(folder / kept_folder.CONNECTION)}
+        app.initialize([f"--IPKernelApp.{name}={value}" for name, value in ours.items()])
         _keeper = Keeper(app, about["name"], about["seconds"], folder)
         _keeper.shell.extension_manager.load_extension("ddip")
+        find_magics().kept = None  # --keep and --attach are for notebooks
         _keeper.record_messages()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=current().end).start())
+        log = os.open(folder / kept_folder.LOG, os.O_WRONLY | os.O_CREAT, 0o600)
+        for descriptor in (1, 2):  # until here, the notebook reads them
+            os.dup2(log, descriptor)
+        os.close(log)
         _keeper.begin()
     except BaseException:
         ownership.remove_files(folder, "", "")
@@ -188,7 +231,12 @@ def main() -> None:
     app.start()
 
 
-# -- called by the kernel that is attached, as code between its cells
+def find_magics() -> Any:
+    """Return the main magics of this process."""
+    return current().shell.magics_manager.registry["DipMagics"]
+
+
+# -- tasks of the kernel that is attached
 
 
 def prepare_cell(number: int, directory: str, settings: dict[str, Any]) -> None:
@@ -199,9 +247,14 @@ def prepare_cell(number: int, directory: str, settings: dict[str, Any]) -> None:
     shell.execution_count = number
     with contextlib.suppress(OSError):
         os.chdir(directory)
-    magics = shell.magics_manager.registry["DipMagics"]
     for name, value in settings.items():
-        setattr(magics, name, value)
+        setattr(find_magics(), name, value)
+
+
+def read_settings() -> dict[str, Any]:
+    """Return the settings that a notebook can change, by name."""
+    magics = find_magics()
+    return {name: getattr(magics, name) for name in magics.trait_names(config=True) if name not in OWN_SETTINGS}
 
 
 def has_group() -> bool:
@@ -209,33 +262,23 @@ def has_group() -> bool:
     return session.current_group() is not None
 
 
-def take_values(path: str) -> None:
-    """Take over the notebook's variables from a file, until `forget_names`."""
-    note_names()
-    current().shell.user_ns.update(cloudpickle.loads(Path(path).read_bytes()))
+def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_with_group(*arguments: Any) -> Any:
+        group = session.current_group()
+        if group is None:
+            raise NoGroup("the kept group has ended")
+        return function(group, *arguments)
+
+    return call_with_group
 
 
-def note_names() -> None:
-    """Note the variables that exist now."""
-    current().noted = dict(current().shell.user_ns)
-
-
-def _find_new() -> list[str]:
-    namespace, noted = current().shell.user_ns, current().noted
-    new = [
-        name for name, value in namespace.items() if not name.startswith("_") and noted.get(name, noted) is not value
-    ]
-    return [name for name in new if name not in ("In", "Out")]
-
-
-def forget_names() -> None:
-    """Remove the variables that were created since `note_names`."""
-    for name in _find_new():
-        del current().shell.user_ns[name]
-
-
-def give_values(path: str) -> None:
-    """Write the variables that were created since `note_names` to a file, and remove them."""
-    namespace = current().shell.user_ns
-    Path(path).write_bytes(cloudpickle.dumps({name: namespace[name] for name in _find_new()}))
-    forget_names()
+TASKS: dict[str, Callable[..., Any]] = {
+    "prepare_cell": prepare_cell,
+    "has_group": has_group,
+    "world_size": _with_group(kept_objects.world_size),
+    "variable_names": _with_group(kept_objects.variable_names),
+    "find_lacking": _with_group(kept_objects.find_lacking),
+    "push_file": _with_group(kept_objects.push_file),
+    "fetch_file": _with_group(kept_objects.fetch_file),
+}
+"""Functions that the notebook calls."""

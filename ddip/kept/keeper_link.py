@@ -7,7 +7,6 @@ output, also that of cells that have ended, and sends it to the page as output o
 
 from __future__ import annotations
 
-import ast
 import base64
 import contextlib
 import getpass
@@ -28,9 +27,9 @@ from jupyter_client.session import Session
 
 from ddip import errors
 from ddip.cluster.processes import ownership
-from ddip.errors import DdipError, GroupError
+from ddip.errors import DdipError, GroupError, RequestInterrupted
 from ddip.guard import Guard
-from ddip.kept import kept_folder
+from ddip.kept import cell_records, kept_folder
 from ddip.kept.kept_folder import CONNECTION, KeptGroup
 from ddip.output import area
 from ddip.protocol.on_rank import RemoteCall
@@ -41,6 +40,8 @@ REPLY_SECONDS = 20
 REPLY_MILLISECONDS = REPLY_SECONDS * 1000
 PAGES = 500
 """Number of cells whose late output is shown below them; that of older ones is shown below the first cell."""
+NO_REPLY_SECONDS = 0.5
+"""Time for the reply of a request whose output has ended."""
 OUTPUT_SECONDS = 5.0
 """Time to wait for the last output of a request after its reply."""
 
@@ -57,29 +58,40 @@ class KeeperLink:
 
     def __init__(self, kept: KeptGroup, holder: str) -> None:
         self.kept = kept
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._pages: dict[str, _Page] = {}
+        """Where the output of each request is shown."""
+        self._default = _Page()
+        self._held: list[dict[str, Any]] | None = []
+        """Output that has arrived before `show_records`; None from then on."""
+        self._lock = threading.Lock()
+        """Held while output is shown or held."""
+        self._idle: dict[str, threading.Event] = {}
+        self._closed = threading.Event()
+        self._guard = Guard("output of the kept group could not be shown")
+        self._thread = threading.Thread(target=self._receive_output, name="ddip-kept", daemon=True)
         self._claim = kept_folder.claim(kept, holder)
         try:
-            info = json.loads(ownership.read_file(Path(kept.folder), CONNECTION))
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            info = json.loads(ownership.read_file(Path(self.kept.folder), CONNECTION))
         except (OSError, ValueError) as error:
-            kept_folder.release(kept, self._claim)
-            raise GroupError(f"--attach: the keeper of {kept.name} has ended ({error})") from None
+            raise GroupError(f"--attach: the keeper of {self.kept.name} has ended ({error})") from None
         self.session, self._output_session = (
             Session(key=info["key"].encode(), signature_scheme=info["signature_scheme"]) for _ in range(2)
         )
-        self._context = zmq.Context()
         identity = self.session.bsession
         ports = {name: info[f"{name}_port"] for name in ("shell", "stdin", "control", "iopub")}
         self._shell, self._stdin, self._control = (
             self._connect(zmq.DEALER, info["ip"], ports[name], identity) for name in ("shell", "stdin", "control")
         )
         self._output = self._connect(zmq.SUB, info["ip"], ports["iopub"])
-        self._pages: dict[str, _Page] = {}
-        """Where the output of each request is shown."""
-        self._default = _Page()
-        self._idle: dict[str, threading.Event] = {}
-        self._closed = threading.Event()
-        self._guard = Guard("output of the kept group could not be shown")
-        self._thread = threading.Thread(target=self._receive_output, name="ddip-kept", daemon=True)
         self._thread.start()
         self._wait_for_output()
 
@@ -93,12 +105,12 @@ class KeeperLink:
             if self._control.poll(REPLY_MILLISECONDS):
                 self._receive(self._control)
             if not heard.wait(0.1) and time.monotonic() > until:
-                self.close()
                 raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
         self._idle.clear()
 
     def _connect(self, kind: int, ip: str, port: int, identity: bytes | None = None) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        self._sockets.append(socket)
         socket.linger = 0
         if identity is None:
             socket.subscribe(b"")
@@ -111,8 +123,9 @@ class KeeperLink:
     def close(self) -> None:
         """Disconnect, so that another kernel can attach."""
         self._closed.set()
-        self._thread.join(2)
-        for socket in (self._shell, self._stdin, self._control, self._output):
+        if self._thread.is_alive():
+            self._thread.join()
+        for socket in self._sockets:
             socket.close()
         self._context.term()
         kept_folder.release(self.kept, self._claim)
@@ -133,11 +146,16 @@ class KeeperLink:
         """Send a control request, which the keeper answers even while it runs a cell, and return the answer."""
         request = self.session.msg(f"{kind}_request", content or {})
         self.session.send(self._control, request)
-        if not self._control.poll(REPLY_MILLISECONDS):
-            raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
-        reply = self._receive(self._control)
-        assert reply["parent_header"]["msg_id"] == request["header"]["msg_id"]
-        return dict(reply["content"])
+        while self._control.poll(REPLY_MILLISECONDS):
+            reply = self._receive(self._control)
+            if reply["parent_header"]["msg_id"] == request["header"]["msg_id"]:  # else an earlier one, too late
+                return dict(reply["content"])
+        self._ensure_alive()
+        raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
+
+    def _ensure_alive(self) -> None:
+        if not self.kept.is_alive:
+            raise KeeperEnded(f"the keeper of {self.kept.name} has ended, and its group with it; %makedip starts one")
 
     def end_keeper(self) -> None:
         """End the keeper and its group, and disconnect."""
@@ -145,45 +163,52 @@ class KeeperLink:
         self.kept.wait_for_end(REPLY_SECONDS)
         self.close()
 
-    def run_code(
-        self, code: str, *, silent: bool = False, allow_stdin: bool = False, expression: str = ""
-    ) -> dict[str, Any]:
-        """Run `code` in the keeper until it ends, and return the content of the reply.
+    def run_code(self, code: str, allow_stdin: bool) -> dict[str, Any]:
+        """Run `code` in the keeper as a cell until it ends, and return the content of the reply.
 
         The output appears below the running cell; an error is only in the reply. The stop button interrupts the keeper.
-        Raises GroupError if the keeper has ended.
+        Raises KeeperEnded, and RequestInterrupted if the cell did not begin.
         """
         content = {
             "code": code,
-            "silent": silent,
-            "store_history": not silent,
-            "user_expressions": {"value": expression} if expression else {},
+            "silent": False,
+            "store_history": True,
+            "user_expressions": {},
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
-        message = self.session.msg("execute_request", content)
+        return self._request("execute_request", content, is_interruptible=True)
+
+    def call(self, function: str, *arguments: Any, is_interruptible: bool = False) -> Any:
+        """Call a function of ``keeper.TASKS`` on the keeper's main thread, and return its value; raises its error.
+
+        The stop button interrupts it if it `is_interruptible`; else RequestInterrupted is raised when it has ended.
+        """
+        content = {"function": function, "arguments": json.dumps(arguments)}
+        reply = self._request("ddip_task_request", content, is_interruptible)
+        if reply["status"] != "ok":
+            raise error_of(reply)
+        return json.loads(reply["value"])
+
+    def _request(self, kind: str, content: dict[str, Any], is_interruptible: bool) -> dict[str, Any]:
+        self._ensure_alive()
+        message = self.session.msg(kind, content)
         request = message["header"]["msg_id"]
         self._idle[request] = threading.Event()
-        if not silent:
-            self._pages[request] = _Page()
-            for former in list(self._pages)[:-PAGES]:
-                del self._pages[former]
-        self.session.send(self._shell, message)
+        self._pages[request] = _Page()
+        for former in list(self._pages)[:-PAGES]:
+            del self._pages[former]
+        interrupts = _Interrupts(self.kept.pid if is_interruptible else None)
         try:
-            with _Interrupts(self.kept.pid):
+            with interrupts:
+                self.session.send(self._shell, message)
                 reply = self._wait_for_reply(request)
                 self._idle[request].wait(OUTPUT_SECONDS)
-            return reply
         finally:
             del self._idle[request]
-
-    def evaluate(self, expression: str) -> Any:
-        """Return the value of `expression` in the keeper, which JSON must be able to hold; raises GroupError."""
-        reply = self.run_code("", silent=True, expression=f"__import__('json').dumps({expression})")
-        answer = reply.get("user_expressions", {}).get("value", reply)
-        if answer["status"] != "ok":
-            raise error_of(answer)
-        return json.loads(ast.literal_eval(answer["data"]["text/plain"]))
+        if interrupts.is_pressed and not is_interruptible:
+            raise RequestInterrupted("the request to the kept group was stopped")
+        return reply
 
     def announce_prompt(self) -> None:
         """Let the keeper know that this notebook is a terminal, whose output cannot be changed."""
@@ -193,6 +218,7 @@ class KeeperLink:
         poller = zmq.Poller()
         poller.register(self._shell, zmq.POLLIN)
         poller.register(self._stdin, zmq.POLLIN)
+        ended = 0.0
         while True:
             ready = dict(poller.poll(POLL_MILLISECONDS))
             if self._stdin in ready:
@@ -201,10 +227,13 @@ class KeeperLink:
                 reply = self._receive(self._shell)
                 if reply["parent_header"].get("msg_id") == request:
                     return dict(reply["content"])
-            if not ready and not self.kept.is_alive:
-                raise KeeperEnded(
-                    f"the keeper of {self.kept.name} has ended, and its group with it; %makedip starts one"
-                )
+            if ready:
+                continue
+            self._ensure_alive()
+            if self._idle[request].is_set():  # without a reply: the stop came before the keeper had begun the cell
+                ended = ended or time.monotonic()
+                if time.monotonic() - ended > NO_REPLY_SECONDS:
+                    raise RequestInterrupted("the request to the kept group was stopped before it began")
 
     def _answer_question(self) -> None:
         """Ask the user what the keeper asks, and send the answer; none if the user presses stop."""
@@ -212,7 +241,7 @@ class KeeperLink:
         content = message["content"]
         area.flush_streams()
         try:
-            with _Interrupts(self.kept.pid, raising=True):
+            with _Interrupts(self.kept.pid, is_raising=True):
                 answer = (getpass.getpass if content.get("password") else input)(content["prompt"])
         except KeyboardInterrupt:
             return
@@ -224,13 +253,18 @@ class KeeperLink:
 
     def show_records(self, records: dict[str, dict[str, Any]]) -> None:
         """Show below the running cell what earlier cells have shown, and from now on what they show."""
-        for request, record in records.items():
+        for record in records.values():
             if record["outputs"]:
                 dropped = "; the beginning of its text was dropped" if record["is_dropped"] else ""
                 self._default.show("stream", {"name": "stdout", "text": f"-- cell [{record['number']}]{dropped} --\n"})
             for output in record["outputs"]:
                 self._default.show(output["kind"], output["content"])
-            self._pages.setdefault(request, self._default)
+        with self._lock:
+            held, self._held = self._held or [], None
+            for message in held:
+                recorded = records.get(message["parent_header"].get("msg_id", ""))
+                if recorded is None or cell_records.order_of(message) > recorded["last"]:  # else it was shown above
+                    self._handle_output(message)
 
     def _receive_output(self) -> None:
         poller = zmq.Poller()
@@ -240,7 +274,11 @@ class KeeperLink:
                 with self._guard:
                     _, message = self._output_session.recv(self._output, mode=0)
                     assert message is not None
-                    self._handle_output(message)
+                    with self._lock:
+                        if self._held is not None and message["header"]["msg_type"] != "status":
+                            self._held.append(message)
+                        else:
+                            self._handle_output(message)
 
     def _handle_output(self, message: dict[str, Any]) -> None:
         kind, content = message["header"]["msg_type"], message["content"]
@@ -277,11 +315,16 @@ class _Page:
 
 
 class _Interrupts:
-    """Context in which SIGINT is passed on to the process `pid`; with `raising`, it also raises KeyboardInterrupt."""
+    """Context in which SIGINT is passed on to the process `pid`, or only noted for None.
 
-    def __init__(self, pid: int, raising: bool = False) -> None:
-        self._pid, self._raising = pid, raising
+    With `is_raising`, it also raises KeyboardInterrupt.
+    """
+
+    def __init__(self, pid: int | None, is_raising: bool = False) -> None:
+        self._pid, self._is_raising = pid, is_raising
         self._former: Any = None
+        self.is_pressed = False
+        """True once SIGINT has come."""
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -292,9 +335,11 @@ class _Interrupts:
             signal.signal(signal.SIGINT, self._former)
 
     def _handle(self, number: int, frame: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGINT)
-        if self._raising:
+        self.is_pressed = True
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGINT)
+        if self._is_raising:
             raise KeyboardInterrupt
 
 

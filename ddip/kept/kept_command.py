@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ddip.cluster.processes import ownership
+from ddip.errors import BadInput
 from ddip.kept import kept_folder
 
 
@@ -37,14 +38,17 @@ def list_groups() -> int:
 
 def end_kept(names: Sequence[str]) -> int:
     """End the kept groups `names`; return 1 if one does not exist or does not end."""
-    kept, code = {one.name: one for one in kept_folder.list_kept()}, 0
+    kept, code = kept_folder.list_kept(), 0
     for name in names:
-        if name not in kept:
-            print(f"--end {name}: no kept group has this name; kept: {', '.join(kept) or 'none'}", file=sys.stderr)
+        try:
+            named = kept_folder.find_named(kept, name, "--end")
+        except BadInput as error:
+            print(error, file=sys.stderr)
             code = 1
-        elif kept[name].end():
+            continue
+        if named.end():
             print(f"ended {name}")
         else:
-            print(f"--end {name}: keeper {kept[name].pid} does not end; kill it", file=sys.stderr)
+            print(f"--end {name}: keeper {named.pid} does not end; kill it", file=sys.stderr)
             code = 1
     return code

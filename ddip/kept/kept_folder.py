@@ -5,6 +5,8 @@ Each keeper has a run folder, which only this user can enter (``ownership.py``),
     kept.json       `KeptGroup`, as JSON; written once the keeper accepts connections
     kernel.json     Jupyter's connection file, with the key; the sockets are ``k-1`` to ``k-5``
     claim           locked by the kernel that is attached; the operating system releases the lock when it ends
+    holder          this kernel, as text; in a file of its own, since closing any file of a claim releases the lock
+    values          what a push or a pull copies, while it runs
     log             what the keeper writes outside of cells
 """
 
@@ -14,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -24,7 +27,7 @@ from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
 from ddip.errors import BadInput, GroupError
 
-RECORD, CONNECTION, CLAIM, LOG = "kept.json", "kernel.json", "claim", "log"
+RECORD, CONNECTION, CLAIM, HOLDER, LOG = "kept.json", "kernel.json", "claim", "holder", "log"
 ABOUT = "DDIP_KEPT"
 """Environment variable with the name and the seconds of a new keeper, as JSON."""
 _mine: set[str] = set()
@@ -80,7 +83,7 @@ class KeptGroup:
     def holder(self) -> str:
         """Return the kernel that is attached, as text for users; empty if there is none."""
         with contextlib.suppress(OSError):
-            return Path(self.folder, CLAIM).read_text(errors="replace").strip() if self.is_claimed else ""
+            return Path(self.folder, HOLDER).read_text(errors="replace").strip() if self.is_claimed else ""
         return ""
 
     def write(self) -> None:
@@ -103,16 +106,13 @@ def list_kept() -> list[KeptGroup]:
 
 
 def find_kept(typed: str) -> KeptGroup:
-    """Return the kept group named `typed`; without a name, the only one that no kernel holds.
+    """Return the kept group `typed`, a name or a keeper's PID; empty: the only one that no kernel holds.
 
     Raises BadInput, with the names, if there is none or several.
     """
     kept = list_kept()
     if typed:
-        named = [one for one in kept if one.name == typed]
-        if named:
-            return named[0]
-        raise BadInput(f"--attach {typed}: no kept group has this name; {_names_text(kept)}")
+        return find_named(kept, typed, "--attach")
     free = [one for one in kept if not one.is_claimed]
     if len(free) == 1:
         return free[0]
@@ -123,7 +123,18 @@ def find_kept(typed: str) -> KeptGroup:
     raise BadInput(f"--attach: {_names_text(kept)}")
 
 
-def _names_text(kept: list[KeptGroup]) -> str:
+def find_named(kept: Sequence[KeptGroup], typed: str, option: str) -> KeptGroup:
+    """Return the one of `kept` with the name or the PID `typed`; raise BadInput, which names `option`."""
+    named = [one for one in kept if typed in (one.name, str(one.pid))]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        pids = ", ".join(str(one.pid) for one in named)
+        raise BadInput(f"{option} {typed}: several kept groups have this name; type the PID of a keeper: {pids}")
+    raise BadInput(f"{option} {typed}: no kept group has this name; {_names_text(kept)}")
+
+
+def _names_text(kept: Sequence[KeptGroup]) -> str:
     if kept:
         return f"kept groups: {', '.join(one.name for one in kept)}"
     return "no group is kept on this machine; %makedip --keep starts one (-c attaches to an ipyparallel cluster)"
@@ -171,17 +182,14 @@ def claim(kept: KeptGroup, holder: str) -> TextIO:
             break
         except OSError:
             if time.monotonic() > until:
-                name = file.read().strip()
                 file.close()
+                name = kept.holder() or "another kernel"
                 raise GroupError(
                     f"--attach: the group {kept.name} is held by {name}; end that kernel, or type %makedip -k there"
                 ) from None
             time.sleep(0.02)
     _mine.add(kept.folder)
-    file.seek(0)
-    file.truncate()
-    file.write(holder)
-    file.flush()
+    Path(kept.folder, HOLDER).write_text(holder)
     return file
 
 

@@ -1,19 +1,19 @@
 """``%makedip --keep`` and ``--attach``: the magics of this notebook run in the keeper of a kept group.
 
 While a notebook is attached, each of ddip's magics is replaced by one that sends the same text to the keeper, where the
-magic of the same name runs. Values of ``%dipush`` and ``%dipull`` travel in files of the keeper's folder.
+magic of the same name runs. ``%dipush`` and ``%dipull`` run here, and copy values through the keeper
+(``ddip/kept/kept_objects.py``).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
-from ddip.cluster.processes import preload_client, processes
-from ddip.errors import BadInput, GroupError
+from ddip.cluster.processes import ownership, preload_client, processes
+from ddip.errors import BadInput, GroupError, RequestInterrupted
 from ddip.kept import kept_folder
 from ddip.kept.keeper_link import KeeperEnded, KeeperLink, error_of
-from ddip.kept.kept_folder import LOG, KeptGroup
-from ddip.notebook.objects import is_result_used
+from ddip.kept.kept_folder import KeptGroup
+from ddip.kept.kept_objects import KeptObjects
+from ddip.notebook import arguments, both_sides
 from ddip.output import area
 
 if TYPE_CHECKING:
@@ -42,7 +41,9 @@ NOT_KEPT = ("dipper", "dipexport")
 """Magics that need the group, or the notebook's history, in the notebook's own process."""
 OWN_SETTINGS = ("warm", "warm_apps", "local_magics", "verbose")
 """Settings that concern only the notebook."""
-NAMES = re.compile(r"[^\W\d]\w*")
+HERE = ("autodip", "dipush", "dipull")
+"""Magics that run in the notebook: the last two with `KeptObjects` in place of the group."""
+AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 
 
 class KeptGroups:
@@ -57,20 +58,30 @@ class KeptGroups:
         """True while the magics run in a keeper."""
         return self._session is not None
 
+    @property
+    def objects(self) -> KeptObjects | None:
+        """What ``%dipush`` and ``%dipull`` use in place of a group; None if there is no kept group."""
+        return None if self._session is None else self._session.objects
+
     def list_free(self) -> list[str]:
         """Return the names of kept groups that no kernel holds."""
         return [kept.name for kept in kept_folder.list_kept() if not kept.is_claimed]
 
     def start(self, line: str, seconds: float) -> None:
         """Start a keeper, and in it the group of the ``%makedip`` `line`; nothing is left if that fails."""
-        self._session = session = KeptSession(self._main, start_keeper(seconds), self._forget, is_new=True)
+        kept = start_keeper(seconds)
         try:
-            session.run(f"%makedip {without_keep(line)}")
+            self._session = KeptSession(self._main, kept, self._forget, is_new=True)
+            self._session.run("line", "makedip", line)
+            if not self._session.has_group():
+                raise BadInput(f"%makedip --keep {line}: this line starts no group")
         except BaseException:
-            session.end()
+            if self._session is not None:
+                self._session.end()
+            kept.end()
             raise
         print(
-            f"ddip: the group {session.kept.name} is kept for {time_text(seconds)} after this kernel ends; "
+            f"ddip: the group {kept.name} is kept for {time_text(seconds)} after this kernel ends; "
             "%makedip --attach continues it"
         )
 
@@ -93,36 +104,41 @@ class KeptGroups:
 
 
 def start_keeper(seconds: float) -> KeptGroup:
-    """Start a keeper, whose group continues for `seconds` without a kernel, and return it; raises GroupError."""
+    """Start a keeper, whose group continues for `seconds` without a kernel, and return it.
+
+    Raises GroupError and RequestInterrupted; no process is left then.
+    """
     name = kept_folder.choose_name(preload_client.notebook_name())
-    log = Path(tempfile.mkstemp(prefix="ddip-keeper-", suffix=".log")[1])
     environment = {key: value for key, value in os.environ.items() if key not in ("JPY_PARENT_PID", processes.MARKED)}
     about = json.dumps({"name": name, "seconds": seconds})
-    with log.open("wb") as file:
+    with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             preload_client.module_command("ddip.kept.keeper"),
             stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
             env={**environment, kept_folder.ABOUT: about, **preload_client.python_path()},
         )
-    threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie after its end
-    until = time.monotonic() + START_SECONDS
-    try:
-        while True:
-            found = [kept for kept in kept_folder.list_kept() if kept.pid == process.pid]
-            if found:
-                shutil.move(log, Path(found[0].folder, LOG))
-                return found[0]
-            if process.poll() is not None or time.monotonic() > until:
-                end = "\n  ".join(log.read_text(errors="replace").splitlines()[-10:])
-                raise GroupError(f"the keeper did not start; end of its log:\n  {end}")
-            time.sleep(0.02)
-    except BaseException:
-        process.kill()
-        log.unlink(missing_ok=True)
-        raise
+        threading.Thread(target=process.wait, daemon=True).start()  # else it stays as a zombie after its end
+        until = time.monotonic() + START_SECONDS
+        try:
+            while True:
+                found = [kept for kept in kept_folder.list_kept() if kept.pid == process.pid]
+                if found:
+                    return found[0]
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    end = "\n  ".join(log.read().decode(errors="replace").splitlines()[-10:])
+                    raise GroupError(f"the keeper did not start; end of its log:\n  {end}")
+                time.sleep(0.02)
+        except BaseException as error:
+            process.kill()
+            process.wait()
+            ownership.clear_up_orphans()
+            if isinstance(error, KeyboardInterrupt):
+                raise RequestInterrupted("the start was interrupted; there is no group") from None
+            raise
 
 
 class KeptSession:
@@ -136,11 +152,14 @@ class KeptSession:
         self._shell: InteractiveShell = main.shell
         self.kept = kept
         self._sent = {} if is_new else self._settings()
-        """The settings that the keeper has, or that the notebook has not changed since it attached."""
+        """The settings that the keeper has."""
         holder = f"the kernel of {preload_client.notebook_name() or 'another notebook'} (PID {os.getpid()})"
         self._link = KeeperLink(kept, holder)
+        if is_new:
+            self._link.show_records({})
         if not area.is_page():
             self._link.announce_prompt()
+        self.objects = KeptObjects(self._call_for_objects, Path(kept.folder))
         self._replaced: dict[tuple[str, str], Any] = {}
         self._replace_magics()
         main.hints.kept_call = self._link.try_call
@@ -154,11 +173,7 @@ class KeptSession:
         for kind, magics in found.items():
             for name, magic in magics.items():
                 owner = type(getattr(magic, "__self__", None))
-                if (
-                    owner.__module__.startswith("ddip.notebook.")
-                    and owner.__name__ != "Misplaced"
-                    and name != "autodip"
-                ):
+                if owner.__module__.startswith("ddip.notebook.") and owner.__name__ != "Misplaced" and name not in HERE:
                     self._replaced[kind, name] = magic
         for (kind, name), magic in self._replaced.items():
             found[kind][name] = self._forwarder(kind, name, magic)
@@ -184,37 +199,38 @@ class KeptSession:
         return run_in_keeper
 
     def _run_magic(self, kind: str, name: str, line: str, cell: str | None, magic: Any) -> Any:
-        where = line.split()[:1]
         if name in NOT_KEPT:
-            raise BadInput(
-                f"%{name}: it does not work with a kept group, which another process owns; %makedip -k ends it"
-            )
-        if name == "dip" and where == ["local"]:
-            return magic(line, cell)
-        if name == "dip" and where == ["everywhere"]:
-            self._main.run_here(cell or "", False)
-            line = line.replace("everywhere", "", 1)
-        if name == "makedip" and re.search(r"--(keep|attach)\b", line):
-            raise BadInput(
-                f"%makedip {line.strip()}: this notebook is attached to {self.kept.name}; %makedip -k ends it"
-            )
-        names = NAMES.findall(line)
-        code = f"%{name} {line}" if kind == "line" else f"%%{name} {line}\n{cell}"
-        if name == "dipush":
-            self._send_values(names)
-        if name == "dipull":
-            self._call_keeper("note_names")
-        self.run(code)
-        if name == "dipush":
-            self._call_keeper("forget_names")
-        if name == "makedip" and not self._call_keeper("has_group"):
+            raise BadInput(f"%{name}: it does not work with a kept group, which another process owns")
+        if name == "dip" and cell is not None:
+            where = arguments.parse_line(magic, "%%dip", line).where
+            if where == "local":
+                return magic(line, cell)
+            if where == "everywhere":
+                line = re.sub(r"(^|\s)everywhere(?=\s|$)", " ", line, count=1)
+                is_both = bool(both_sides.magic_names(cell))
+                self._main.run_here(cell, is_both)
+                cell = both_sides.for_ranks(cell) if is_both else cell
+        if name == "makedip":
+            args = arguments.parse_line(magic, "%makedip", line)
+            if args.keep is not None or args.attach is not None:
+                typed = f"%makedip {line.strip()}"
+                raise BadInput(f"{typed}: this notebook is attached to {self.kept.name}; %makedip -k ends it")
+        self.run(kind, name, line, cell)
+        if name == "makedip" and not self.has_group():
+            was_on = self._main.autodipper.state != "off"
+            self._main.autodipper.off()
             self.end()
-        return self._fetch_values(names) if name == "dipull" else None
+            if was_on:
+                print(f"ddip: {AUTODIP_OFF}")
+        return None
 
-    def run(self, code: str) -> None:
-        """Run `code` in the keeper as a cell with the number of the running one; raises its error."""
+    def run(self, kind: str, name: str, line: str, cell: str | None = None) -> None:
+        """Run a magic in the keeper, in a cell with the number of the running one; raises its error."""
+        area.flush_streams()
         self._prepare()
-        reply = self._link.run_code(code, allow_stdin=self._may_ask())
+        # called directly: IPython has replaced {expression} and $name in the line already
+        typed = f"({line!r})" if cell is None else f"({line!r}, {cell!r})"
+        reply = self._link.run_code(f"get_ipython().find_magic({name!r}, {kind!r}){typed}", self._may_ask())
         area.show_pages(reply.get("payload", []))
         if reply["status"] != "ok":
             raise error_of(reply)
@@ -230,51 +246,38 @@ class KeptSession:
     def _prepare(self) -> None:
         settings = self._settings()
         changed = {name: value for name, value in settings.items() if self._sent.get(name, ...) != value}
-        number = area.cell_number()
-        self._call_keeper("prepare_cell", number or 1, os.getcwd(), changed)
+        try:
+            directory = os.getcwd()
+        except OSError:  # it was removed
+            directory = ""
+        self._link.call("prepare_cell", area.cell_number() or 1, directory, changed)
         self._sent = settings
 
-    def _call_keeper(self, name: str, *arguments: Any) -> Any:
-        """Call a function of ``ddip/kept/keeper.py`` in the keeper, and return its value, which JSON can hold."""
-        typed = ", ".join(map(repr, arguments))
-        return self._link.evaluate(f"__import__('sys').modules['ddip.kept.keeper'].{name}({typed})")
+    def has_group(self) -> bool:
+        """Return True if the keeper has a group."""
+        return bool(self._link.call("has_group"))
 
-    def _send_values(self, names: list[str]) -> None:
-        """Give the keeper the notebook's variables among `names`."""
-        values = {name: self._shell.user_ns[name] for name in names if name in self._shell.user_ns}
-        path = Path(self.kept.folder, "values")
+    def _call_for_objects(self, function: str, *values: Any) -> Any:
         try:
-            path.write_bytes(cloudpickle.dumps(values))
-            self._call_keeper("take_values", str(path))
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _fetch_values(self, names: list[str]) -> Any:
-        """Take over the variables that a ``%dipull`` has stored in the keeper; return them if the line uses them."""
-        path = Path(self.kept.folder, "values")
-        try:
-            self._call_keeper("give_values", str(path))
-            values = cloudpickle.loads(path.read_bytes())
-        finally:
-            path.unlink(missing_ok=True)
-        self._shell.push(values)
-        if not is_result_used(sys._getframe()):
-            return None
-        found = [values[name] for name in dict.fromkeys(names) if name in values]
-        return tuple(found) if len(found) > 1 else found[0]
+            self._prepare()
+            return self._link.call(function, *values, is_interruptible=True)
+        except KeeperEnded:
+            self.detach()
+            raise
 
     # -- attach, detach
 
     def show_past(self) -> None:
-        """Show what the group has done since its former kernel, and continue the numbers of its cells."""
+        """Show what the group has done since its former kernel; take over its settings and the numbers of its cells."""
         report = self._link.ask_keeper("ddip_attach")
         self._continue_numbers(report["next"])
+        for name, value in json.loads(report["settings"]).items():
+            setattr(self._main, name, value)
+        self._sent = self._settings()
         print(report["about"] or "ddip: the group has not formed")
         if report["running"]:
             cells = ", ".join(f"[{number}]" for number in report["running"])
-            print(
-                f"ddip: cell{'s' * (len(report['running']) > 1)} {cells} run{'s' * (len(report['running']) == 1)} still"
-            )
+            print(f"ddip: still running: {cells}")
         area.flush_streams()
         self._link.show_records(report["records"])
 
@@ -284,30 +287,29 @@ class KeptSession:
             return
         missing = following - len(history.input_hist_parsed)
         for entries in (history.input_hist_parsed, history.input_hist_raw):
-            entries[1:1] = [""] * max(0, missing)
+            entries.extend([""] * missing)
         if missing > 0:
             self._shell.execution_count += missing
 
     def detach(self) -> None:
         """Leave the group to its keeper."""
-        atexit.unregister(self.detach)
-        self._restore_magics()
-        self._link.close()
-        self._on_end()
+        self._leave(lambda: self._link.ask_keeper("ddip_detach"))
 
     def end(self) -> None:
         """End the group and its keeper."""
+        self._leave(self._link.end_keeper)
+
+    def _leave(self, tell: Callable[[], object]) -> None:
         atexit.unregister(self.detach)
         self._restore_magics()
-        self._link.end_keeper()
-        self._on_end()
+        try:
+            with contextlib.suppress(GroupError):
+                tell()
+        finally:
+            self._link.close()
+            self._on_end()
 
 
 def time_text(seconds: float) -> str:
     """Return a time such as ``30 min`` or ``90 s``."""
     return f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:g} s"
-
-
-def without_keep(line: str) -> str:
-    """Return the ``%makedip`` line without ``--keep`` and its time, for the keeper."""
-    return re.sub(r"--keep(?:[ =][\d.]+[smh]?(?!\S))?", "", line).strip()

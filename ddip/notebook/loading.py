@@ -66,6 +66,9 @@ def unload_extension(shell: InteractiveShell) -> None:
     """
     if _is_reload():
         return
+    main = shell.magics_manager.registry.get(DipMagics.__name__)
+    if isinstance(main, DipMagics) and main.kept is not None:
+        main.kept.detach()  # which brings back the magics that it has replaced
     for magics_class in GROUP_MAGICS:
         removed = registry.remove_magics(shell, magics_class.__name__)
         if removed is not None:

@@ -37,6 +37,10 @@ class KeptGroups(Protocol):
     def is_attached(self) -> bool:
         """True while the magics run in a keeper."""
 
+    @property
+    def objects(self) -> Any:
+        """What ``%dipush`` and ``%dipull`` use in place of a group; None if there is no kept group."""
+
     def list_free(self) -> list[str]:
         """Return the names of kept groups that no kernel holds."""
 
@@ -76,6 +80,8 @@ class DipMagics(Traits):
 
     def require_group(self, what: str) -> Group:
         """Return the running group; raise NoGroup, which names the command `what`, if there is none."""
+        if self.kept is not None and self.kept.objects is not None:
+            return self.kept.objects  # type: ignore[no-any-return]
         if self.group is None or not self.group.alive:
             raise NoGroup(what)
         return self.group
@@ -189,11 +195,14 @@ class DipMagics(Traits):
 
     def _start_or_attach(self, args: Any, line: str) -> None:
         """Start a kept group, or attach to one; this notebook must not have a group."""
-        assert self.kept is not None
+        if self.kept is None:
+            raise BadInput(f"%makedip {line.strip()}: --keep and --attach work in notebooks only")
         if self.group is not None and self.group.alive:
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
+        if args.kill or args.info or args.repair or args.source or args.dry_run:
+            raise BadInput(f"%makedip {line.strip()}: leave out -k, -i, --repair and --dry-run beside --keep")
         if args.attach is None:
-            self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
+            self.kept.start(arguments.without_keep(line, args.keep), arguments.parse_time(args.keep, "--keep"))
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:

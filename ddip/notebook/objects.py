@@ -155,7 +155,7 @@ class ObjectMagics(GroupMagics):
         found = {name: [value[name] for value in values] if as_list else values[0][name] for name in names}
         _print_moved(moved)
         self.shell.push({renames.get(name, name): value for name, value in found.items()})
-        if not is_result_used(sys._getframe()):
+        if not _is_result_used(sys._getframe()):
             return None
         return tuple(found.values()) if len(found) > 1 else found[names[0]]
 
@@ -203,7 +203,7 @@ class ObjectMagics(GroupMagics):
             self._main.confirm_done(text)
 
 
-def is_result_used(frame: FrameType | None) -> bool:
+def _is_result_used(frame: FrameType | None) -> bool:
     """Return whether the line that called this magic does something with its value, such as an assignment."""
     while frame is not None and frame.f_code.co_name != "run_line_magic":
         frame = frame.f_back

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ddip.cluster.processes.processes import Proc
 from ddip.errors import BadInput
 from ddip.kept import kept_folder
 from ddip.kept.kept_folder import KeptGroup
@@ -80,7 +83,7 @@ def shared_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     assert_nothing_left(notebook.pid)
 
 
-@pytest.mark.parametrize("end", [Notebook.kill, Notebook.restart])
+@pytest.mark.parametrize("end", [Notebook.kill, pytest.param(Notebook.restart, marks=pytest.mark.grid(in_ci=True))])
 def test_training_goes_on_while_no_kernel_is_attached(
     new_notebook: Callable[[], Notebook], tmp_path: Path, end: Callable[[Notebook], None]
 ) -> None:
@@ -109,6 +112,7 @@ def test_training_goes_on_while_no_kernel_is_attached(
     assert_ended(kept)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_kernel_attaches_while_a_cell_runs(new_notebook: Callable[[], Notebook], tmp_path: Path) -> None:
     notebook = new_notebook()
     kept = start(notebook)
@@ -118,7 +122,7 @@ def test_a_kernel_attaches_while_a_cell_runs(new_notebook: Callable[[], Notebook
     other = new_notebook()
     other.ok("%load_ext ddip")
     shown = other.ok("%makedip --attach")
-    assert "runs still" in shown.stdout and "step 0\nstep 1\nstep 2\n" in shown.text
+    assert "still running: [" in shown.stdout and "step 0\nstep 1\nstep 2\n" in shown.text
     go.touch()
     other.ok("%%dip\nassert_same_training(losses, state, 10)")
     other.ok("%makedip -k")
@@ -133,6 +137,7 @@ def test_a_group_ends_when_no_kernel_comes(new_notebook: Callable[[], Notebook])
     assert_ended(kept)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_one_kernel_at_a_time(new_notebook: Callable[[], Notebook]) -> None:
     notebook, other = new_notebook(), new_notebook()
     kept = start(notebook)
@@ -156,6 +161,24 @@ def run_groups(*options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.grid(in_ci=True)
+def test_groups_of_one_name_are_told_apart(
+    new_notebook: Callable[[], Notebook], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = new_notebook()
+    kept = start(notebook)
+    twin = replace(kept, pid=os.getpid(), started=Proc.of(os.getpid()).started)
+    monkeypatch.setattr(kept_folder, "list_kept", lambda: [kept, twin])
+    with pytest.raises(BadInput, match=f"type the PID of a keeper: {kept.pid}, {os.getpid()}"):
+        kept_folder.find_kept(kept.name)
+    assert kept_folder.find_kept(str(kept.pid)) == kept
+    notebook.ok("%autodip on")
+    assert "%autodip is off" in notebook.ok("%makedip -k").stdout
+    notebook.ok("1 + 1")
+    assert_ended(kept)
+
+
+@pytest.mark.grid(in_ci=True)
 def test_a_killed_keeper_leaves_nothing(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
     kept = start(notebook)
@@ -171,11 +194,14 @@ def test_a_killed_keeper_leaves_nothing(new_notebook: Callable[[], Notebook]) ->
     assert_nothing_left(kept.pid)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_failed_start_leaves_nothing(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip")
     before = kept_folder.list_kept()
     assert "-n" in notebook.fails("%makedip --keep -n 0").message
+    assert "leave out -k" in notebook.fails("%makedip --kee -k").message
+    assert "starts no group" in notebook.fails("%makedip --keep -t 300").message
     assert "--keep soon" in notebook.fails("%makedip --keep soon").message
     assert kept_folder.list_kept() == before
     assert_nothing_left(notebook.pid, 0)
@@ -192,6 +218,64 @@ def test_values_are_pushed_and_pulled(shared_kept: Notebook) -> None:
     assert "no variable nothing" in shared_kept.fails("%dipush nothing").message
     assert "nothing" in shared_kept.fails("%dipull nothing").message
     shared_kept.ok("%dipull both as other\nassert other == 0")
+
+
+def test_pushes_and_pulls_are_those_of_a_group_of_the_notebook(shared_kept: Notebook) -> None:
+    shared_kept.ok("%%dip\nx, y, _h, gg = 1, 2, 41, 5\ndef h(): return gg")
+    shared_kept.ok("x = 7")
+    assert "-r 9" in shared_kept.fails("%dipush x -r 9").message
+    shared_kept.ok("%dipull x\nassert x == 1")
+    shared_kept.ok("del x\n%dipull _h\nassert _h == 41")
+    assert "no variable x" in shared_kept.fails("%dipush x").message
+    shared_kept.ok("a, b = %dipull x as y y as x\nassert (a, b, x, y) == (1, 2, 2, 1)")
+    shared_kept.ok("gg = 1\n%dipull h")
+    shared_kept.ok("gg = 77\nassert h() == 77")
+    shared_kept.ok("import threading\nr, z = threading.Lock(), 3\n%dipush z -r 1")
+    assert "TransferError" in shared_kept.fails("%dipush r").error
+    shared_kept.ok("now = %dipull --now x\nassert now == 1")
+    shared_kept.ok("def reads(): return along\nalong = 6\n%dipush reads")
+    shared_kept.ok("%%dip\nassert reads() == 6")
+
+
+def test_a_stopped_push_leaves_the_notebook_usable(shared_kept: Notebook) -> None:
+    shared_kept.ok("big = b'x' * 3_000_000")
+    for seconds in (0.05, 0.2, 0.35):
+        cell = shared_kept.begin("print('begun', flush=True)\nfor i in range(40):\n    %dipush i big")
+        shared_kept.finish(cell, until="begun")
+        threading.Timer(seconds, os.kill, (shared_kept.pid, signal.SIGINT)).start()
+        shared_kept.finish(cell)
+        shared_kept.ok("%%dip\ndist.barrier()")
+
+
+def test_settings_lines_and_output_keep_their_meaning(shared_kept: Notebook) -> None:
+    shared_kept.ok("%config DipMagics.stall_timeout = float('inf')")
+    shared_kept.ok("%%dip\npass")
+    shared_kept.ok("%config DipMagics.stall_timeout = 10")
+    shown = shared_kept.ok("print('before')\n%dipcells\nprint('after')").stdout
+    assert shown.startswith("before\ncell ") and shown.endswith("\nafter\n")
+    shared_kept.ok("path = 'P{1+1}'")
+    assert "P{1+1}" in shared_kept.fails("%dipstop {path}").message
+    shared_kept.ok("%%dip -q everywhere\nquiet = 6")
+    shared_kept.ok("assert quiet == 6")
+    shared_kept.ok("%%dip\nassert quiet == 6")
+
+
+def test_a_notebook_leaves_and_attaches_again(shared_kept: Notebook) -> None:
+    shared_kept.ok("%config DipMagics.show_ranks = 'all'")
+    shared_kept.ok("%%dip\nprint('shown once')")
+    shown = shared_kept.ok("%unload_ext ddip\nassert get_ipython().find_line_magic('dipcells') is None")
+    for _ in range(2):
+        shown = shared_kept.ok("%load_ext ddip\n%makedip --attach")
+        assert "shown once" not in shown.text
+        shared_kept.ok("%run -m ddip groups")
+        (kept,) = (kept for kept in kept_folder.list_kept() if str(shared_kept.pid) in kept.holder())
+        assert kept.is_claimed
+        shared_kept.ok("%unload_ext ddip")
+        assert not kept.is_claimed
+    shared_kept.ok("%load_ext ddip\n%makedip --attach")
+    assert "from 1" in shared_kept.ok("%%dip\nprint('from', rank)").text
+    shared_kept.ok("%config DipMagics.show_ranks = '0'")
+    assert "from 1" not in shared_kept.ok("%%dip\nprint('from', rank)").text
 
 
 def test_errors_output_and_numbers_are_those_of_the_cell(shared_kept: Notebook) -> None:

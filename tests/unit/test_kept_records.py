@@ -10,7 +10,7 @@ from ddip.errors import BadInput, CellError
 from ddip.kept import cell_records
 from ddip.kept.cell_records import CellRecord, CellRecords
 from ddip.kept.keeper_link import error_of
-from ddip.notebook import arguments, kept_session
+from ddip.notebook import arguments
 
 
 def stream(text: str, name: str = "stdout") -> dict[str, Any]:
@@ -59,16 +59,21 @@ def test_the_beginning_of_long_text_is_dropped(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_records_are_selected_by_time_and_by_running_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(request: str, number: int) -> None:
+        header = {"msg_type": "stream", "msg_id": f"session_1_{number}"}
+        records.add({"header": header, "parent_header": {"msg_id": request}, "content": stream("a")}, number)
+
     now = 100.0
-    monkeypatch.setattr(cell_records.time, "time", lambda: now)
+    monkeypatch.setattr(cell_records.time, "monotonic", lambda: now)
     records = CellRecords()
-    records.add("old", 1, "stream", stream("a"))
-    records.add("running", 2, "stream", stream("b"))
+    add("old", 1)
+    add("running", 2)
     now = 200.0
-    records.add("new", 3, "stream", stream("c"))
+    add("new", 3)
     assert [record["number"] for record in records.select(150.0, {2}).values()] == [2, 3]
+    assert records.select(150.0, set())["new"]["last"] == 3
     for number in range(cell_records.CELLS):
-        records.add(f"later {number}", 9, "stream", stream("d"))
+        add(f"later {number}", 9)
     assert "running" not in records.select(0.0, {2})
 
 
@@ -80,17 +85,18 @@ def test_an_error_of_the_keeper_keeps_its_class_and_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "rest"),
+    ("line", "time", "rest"),
     [
-        ("--keep -n 2", "-n 2"),
-        ("-n 2 --keep 2h", "-n 2"),
-        ("--keep=90s -g all", "-g all"),
-        ("-g 0 --keep", "-g 0"),
-        ("--keep 1.5h -a fastai", "-a fastai"),
+        ("--keep -n 2", "30m", "-n 2"),
+        ("-n 2 --keep   2h", "2h", "-n 2"),
+        ("--keep=90s -g all", "90s", "-g all"),
+        ("-g 0 --keep", "30m", "-g 0"),
+        ("--kee 1.5h -a fastai -k", "1.5h", "-a fastai -k"),
+        ('--keep "30m" --slurm "nodes=2 time=30"', "30m", '--slurm "nodes=2 time=30"'),
     ],
 )
-def test_the_keeper_gets_the_line_without_keep(line: str, rest: str) -> None:
-    assert kept_session.without_keep(line) == rest
+def test_the_keeper_gets_the_line_without_keep(line: str, time: str, rest: str) -> None:
+    assert arguments.without_keep(line, time) == rest
 
 
 def test_times_have_units() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddip.output.progress import Report
 from ddip.output.tables.tables import size_text
 from ddip.protocol import on_rank
 from ddip.protocol.objects import pickling, shared
-from ddip.protocol.objects.pickling import Loader, Pickled
+from ddip.protocol.objects.pickling import Loader, Pickled, PickledNames
 from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.reports import PackedObjects
 
@@ -86,14 +86,29 @@ def push_values(
     Raises TransferError with the names that cannot be pickled in the notebook or unpickled on a rank, RequestFailed,
     and RequestInterrupted; nothing has changed then.
     """
+    packed = pack_values(values, lambda names: find_lacking(ranks, names, to))
+    return push_packed(ranks, packed, to, progress), packed.pickled
 
-    def lacking_names(names: list[str]) -> list[str]:
-        lacks_by_rank = ranks.ask(to, on_rank.lacking_names(names))
-        return [name for name in names if any(name in lacks for lacks in lacks_by_rank)]
 
-    packed = pickling.dump_all(values, lacking_names, pickling.main_variables())
+def find_lacking(ranks: Ranks, names: list[str], to: Sequence[int]) -> list[str]:
+    """Return which of `names` one of the ranks `to` lacks."""
+    lacks_by_rank = ranks.ask(to, on_rank.lacking_names(names))
+    return [name for name in names if any(name in lacks for lacks in lacks_by_rank)]
+
+
+def pack_values(values: Mapping[str, Any], lacking: Callable[[list[str]], Collection[str]]) -> PickledNames:
+    """Pickle `values` of the notebook, with those names that functions read and `lacking` returns.
+
+    Raises TransferError with the names that cannot be pickled.
+    """
+    packed = pickling.dump_all(values, lacking, pickling.main_variables())
     if packed.errors:
         raise TransferError(f"nothing was pushed: {reasons_text(packed.errors, 'cannot be pickled')}")
+    return packed
+
+
+def push_packed(ranks: Ranks, packed: PickledNames, to: Sequence[int], progress: Report) -> Transferred:
+    """Put the objects of `packed` into the namespaces of the ranks `to`, as `push_values` does."""
     try:
         delivery.deliver_objects(ranks, packed.pickled, packed.along, to, progress)
     except TransferError as error:
@@ -105,7 +120,7 @@ def push_values(
         notify(f"{own}: ddip sets it on each rank, so the notebook's value was not pushed")
     notify_shares(packed.shares, "pushed")
     size = sum(pickled.size for pickled in packed.pickled.values())
-    return Transferred(size, packed.moved, packed.along), packed.pickled
+    return Transferred(size, packed.moved, packed.along)
 
 
 def notify_shares(shares: Iterable[str], what: str) -> None:

@@ -47,21 +47,32 @@ def fetch_snapshots(
 
     Waits at most `seconds` for an answer; errors and remarks: see ``Group.peek_all``.
     """
-    with stopping.note_presses():
-        request = _Peek(ranks, names, seconds, progress)
-        try:
-            all_fetched = request.fetch(of)
-        finally:
-            request.drop()
+    all_fetched = fetch_pickled(ranks, names, of, seconds, progress, transfer.known_names())
     values = [transfer.unpickle_values(fetched) for fetched in all_fetched]
     return values, transfer.report_transfer(names, all_fetched)
+
+
+def fetch_pickled(
+    ranks: Ranks, names: Sequence[str], of: Sequence[int], seconds: float, progress: Report, known: str
+) -> list[Fetched]:
+    """Return the current objects `names` as each of the ranks `of` has pickled them.
+
+    `known`: the receiver's names, as for ``transfer.fetch_variables``.
+    """
+    with stopping.note_presses():
+        request = _Peek(ranks, names, seconds, progress, known)
+        try:
+            return request.fetch(of)
+        finally:
+            request.drop()
 
 
 class _Peek:
     """One request for current values."""
 
-    def __init__(self, ranks: Ranks, names: Sequence[str], seconds: float, progress: Report) -> None:
+    def __init__(self, ranks: Ranks, names: Sequence[str], seconds: float, progress: Report, known: str) -> None:
         self._ranks, self._names, self._seconds, self._progress = ranks, list(names), seconds, progress
+        self._known = known
         self._number = next(_numbers)
         self._pending: set[int] = set()
         """The ranks that may still hold pickled objects of this request."""
@@ -70,9 +81,8 @@ class _Peek:
         """Fetch the names as pickled by each of the ranks `of`, and report tensors that may be half written."""
         self._progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(self._names)}")
         self._pending.update(of)
-        known = transfer.known_names()
         most = FIRST // (max(1, len(self._names)) * len(of))
-        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, most, known)))
+        replies = self._ask_ranks(dict.fromkeys(of, on_rank.take_peek(self._number, self._names, most, self._known)))
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
                 self._pending.discard(rank)
