@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; ``--spawn`` tests systems on which processes cannot be forked."""
     parser.addoption("--golden", action="store_true", help="write the golden files of the system tests")
     parser.addoption("--every-line", action="store_true", help="test a death at each line of a save, not only at a few")
-    parser.addoption("--quarter", action="store_true", help="run a quarter of the grids, but all pages and notebooks")
+    parser.addoption("--eighth", action="store_true", help="run an eighth of the grids, but all pages and notebooks")
     parser.addoption("--spawn", action="store_true", help="spawn every engine instead of forking it")
     parser.addoption("--no-native", action="store_true", help="turn off the native mechanisms")
 
@@ -84,15 +84,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order and group the tests for the processes that share them.
 
     Tests that share a notebook, or a group of their module, run in one process. Unit tests come last, because they are
-    shortest. With ``--quarter``, three quarters of the grids are left out.
+    shortest. With ``--eighth``, seven eighths of the grids are left out.
     """
     if config.getoption("--no-native"):
         for item in items:
             if names := sorted({name for mark in item.iter_markers("native") for name in mark.args}):
                 item.add_marker(pytest.mark.skip(f"needs {', '.join(names)}, which --no-native turns off"))
-    if config.getoption("--quarter"):
-        left_out = [item for item in items if _is_of_other_quarter(item)]
-        items[:] = [item for item in items if not _is_of_other_quarter(item)]
+    if config.getoption("--eighth"):
+        left_out = [item for item in items if _is_of_other_eighth(item)]
+        items[:] = [item for item in items if not _is_of_other_eighth(item)]
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         items.sort(
@@ -102,12 +102,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_shared_resource(item)))
 
 
-def _is_of_other_quarter(item: pytest.Item) -> bool:
-    """Return True if the test is a grid in the quarters that do not run, decided by its name."""
+def _is_of_other_eighth(item: pytest.Item) -> bool:
+    """Return True if the test is a grid in the eighths that do not run, decided by its name."""
     grids = list(item.iter_markers("grid"))  # one of the test, and one of its parameter
     if all(grid.kwargs.get("in_ci") for grid in grids) or item.path.stem in ("test_pages", "test_notebooks"):
         return False
-    return zlib.crc32(item.name.encode()) % 4 != 0
+    return zlib.crc32(item.name.encode()) % 8 != 0
 
 
 def _shared_resource(item: pytest.Item) -> str:

@@ -65,8 +65,19 @@ def exports_of(name: str) -> list[tuple[str, str]]:
     return found + ([(END, "%dipexport refused.py")] if name in REFUSED else [])
 
 
-SLOW = {"course_exercises", "fsdp", "hf_finetune", "kaggle_colab", "lightning", "long_runs", "multi_process_tutorial"}
-"""Notebooks that train for half a minute or more; ``make test-long`` exports them."""
+SLOW = {
+    "02_makedip",
+    "05_dipush_dipull",
+    "course_exercises",
+    "debugging",
+    "fsdp",
+    "hf_finetune",
+    "kaggle_colab",
+    "lightning",
+    "long_runs",
+    "multi_process_tutorial",
+}
+"""Notebooks whose export takes half a minute or more; ``make test-long`` exports them."""
 
 
 @pytest.mark.timeout(1200)
