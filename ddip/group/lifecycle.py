@@ -249,7 +249,10 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ready_for_push(self, to: Sequence[int], progress: Report) -> Iterator[None]:
-        """Hold the turn of the group in this context, in which the ranks `to` accept variables; raises GroupError."""
+        """Hold the turn of the group within the context, and make the ranks `to` ready to receive variables.
+
+        Raises GroupError.
+        """
         with self.turn:
             with self.progress.reported_to(progress):
                 self.ensure_ready(to, needs_group=False)
@@ -257,7 +260,10 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ready_for_pull(self, names: Sequence[str], of: Sequence[int], progress: Report) -> Iterator[None]:
-        """Hold the turn of the group in this context, in which the ranks `of` send variables; raises GroupError."""
+        """Hold the turn of the group within the context, and make the ranks `of` ready to send `names`.
+
+        Raises GroupError.
+        """
         with self.turn:
             parts = self.parts
             parts.cells.ensure_not_running(of, f"%dipull --now {' '.join(names)} copies without waiting")

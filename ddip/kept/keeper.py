@@ -55,7 +55,7 @@ SHOWN = ("stream", "display_data", "update_display_data", "execute_result", "err
 
 
 class Keeper:
-    """The state of this process: its record, what its cells have shown, and for how long it has been alone."""
+    """The keeper's record, the output of its cells, and the time since a kernel was attached."""
 
     def __init__(self, app: IPKernelApp, name: str, seconds: float, folder: Path) -> None:
         self._app = app
@@ -119,7 +119,11 @@ class Keeper:
         os._exit(0)
 
     def attach_report(self) -> dict[str, Any]:
-        """Return what a kernel that has just attached shows: the number of the next cell, records, running cells."""
+        """Return what a kernel shows after it has attached.
+
+        ``next``: number of the next cell; ``about``: the group in one line; ``running``: numbers of the running cells;
+        ``records``: see `CellRecords.select`; ``settings``: as JSON.
+        """
         group = session.current_group()
         cells = [] if group is None else [cell for cell in group.cells if cell.outcome is None]
         records = self._records.select(self._seen_until, {cell.number for cell in cells})
@@ -162,14 +166,14 @@ class KeeperKernel(IPythonKernel):  # type: ignore[misc]
 
     def ddip_detach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Note that the kernel has shown all output, and is leaving."""
-        current().note_seen()
+        current_keeper().note_seen()
         assert self.session is not None
         self.session.send(stream, "ddip_detach_reply", {}, parent, ident=ident)
 
     def ddip_attach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer with `Keeper.attach_report`."""
         assert self.session is not None
-        self.session.send(stream, "ddip_attach_reply", current().attach_report(), parent, ident=ident)
+        self.session.send(stream, "ddip_attach_reply", current_keeper().attach_report(), parent, ident=ident)
 
     def ddip_call_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Answer with the result of ``Group.try_call``, such as the completions of a rank."""
@@ -182,14 +186,14 @@ class KeeperKernel(IPythonKernel):  # type: ignore[misc]
 
     def ddip_end_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """End the keeper and its group."""
-        threading.Thread(target=current().end, name="ddip-end").start()
+        threading.Thread(target=current_keeper().end, name="ddip-end").start()
 
 
 _keeper: Keeper | None = None
 """The keeper of this process, from its start on."""
 
 
-def current() -> Keeper:
+def current_keeper() -> Keeper:
     """Return the keeper of this process."""
     assert _keeper is not None
     return _keeper
@@ -219,7 +223,7 @@ def main() -> None:
         _keeper.shell.extension_manager.load_extension("ddip")
         find_magics().kept = None  # --keep and --attach are for notebooks
         _keeper.record_messages()
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=current().end).start())
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=current_keeper().end).start())
         log = os.open(folder / kept_folder.LOG, os.O_WRONLY | os.O_CREAT, 0o600)
         for descriptor in (1, 2):  # until here, the notebook reads them
             os.dup2(log, descriptor)
@@ -233,15 +237,15 @@ def main() -> None:
 
 def find_magics() -> Any:
     """Return the main magics of this process."""
-    return current().shell.magics_manager.registry["DipMagics"]
+    return current_keeper().shell.magics_manager.registry["DipMagics"]
 
 
 # -- tasks of the kernel that is attached
 
 
 def prepare_cell(number: int, directory: str, settings: dict[str, Any]) -> None:
-    """Prepare for the cell `number` of the notebook: its number, its folder, and the changed settings of ddip."""
-    shell = current().shell
+    """Set the number of the next cell, the working folder, and the settings that the notebook has changed."""
+    shell = current_keeper().shell
     for history in (shell.history_manager.input_hist_parsed, shell.history_manager.input_hist_raw):
         history[number:] = [""] * (number - len(history))  # also shortens it: two magics of a cell share its number
     shell.execution_count = number

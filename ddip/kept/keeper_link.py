@@ -71,7 +71,7 @@ class KeeperLink:
         self._closed = threading.Event()
         self._guard = Guard("output of the kept group could not be shown")
         self._thread = threading.Thread(target=self._receive_output, name="ddip-kept", daemon=True)
-        self._claim = kept_folder.claim(kept, holder)
+        self._claim = kept_folder.claim_keeper(kept, holder)
         try:
             self._open()
         except BaseException:
@@ -128,7 +128,7 @@ class KeeperLink:
         for socket in self._sockets:
             socket.close()
         self._context.term()
-        kept_folder.release(self.kept, self._claim)
+        kept_folder.release_keeper(self.kept, self._claim)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> dict[str, Any]:
         _, message = self.session.recv(socket, mode=0)
@@ -180,9 +180,10 @@ class KeeperLink:
         return self._request("execute_request", content, is_interruptible=True)
 
     def call(self, function: str, *arguments: Any, is_interruptible: bool = False) -> Any:
-        """Call a function of ``keeper.TASKS`` on the keeper's main thread, and return its value; raises its error.
+        """Call a function of ``keeper.TASKS`` on the keeper's main thread, and return its value.
 
-        The stop button interrupts it if it `is_interruptible`; else RequestInterrupted is raised when it has ended.
+        Raises its error. The stop button interrupts it if it `is_interruptible`; else RequestInterrupted is raised when
+        it has ended.
         """
         content = {"function": function, "arguments": json.dumps(arguments)}
         reply = self._request("ddip_task_request", content, is_interruptible)
@@ -344,7 +345,7 @@ class _Interrupts:
 
 
 def error_of(reply: dict[str, Any]) -> BaseException:
-    """Return the error of a failed `run_code` as an exception of the same name, which shows the keeper's traceback."""
+    """Return the error of a failed request as an exception with the same name, text and traceback."""
     name, text, lines = reply.get("ename", "Error"), reply.get("evalue", ""), list(reply.get("traceback", ()))
     known = errors.RequestInterrupted if name == "KeyboardInterrupt" else getattr(errors, name, None)
     base: type[BaseException] = known if isinstance(known, type) and issubclass(known, DdipError) else GroupError

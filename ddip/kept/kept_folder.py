@@ -163,10 +163,10 @@ def can_claim(folder: Path) -> bool:
     return True
 
 
-def claim(kept: KeptGroup, holder: str) -> TextIO:
-    """Claim the keeper for this process, and return the open file, which holds the lock until `release`.
+def claim_keeper(kept: KeptGroup, holder: str) -> TextIO:
+    """Claim the keeper for this process; return the open file that holds the lock.
 
-    `holder`: this kernel, as text for users of other kernels. Raises GroupError if another kernel holds the claim.
+    `release_keeper` closes it. `holder`: this kernel, as text for users of other kernels. Raises GroupError if another kernel holds the claim.
     """
     if kept.folder in _mine:
         raise GroupError(f"--attach: this notebook is attached to {kept.name} already")
@@ -193,7 +193,7 @@ def claim(kept: KeptGroup, holder: str) -> TextIO:
     return file
 
 
-def release(kept: KeptGroup, file: TextIO) -> None:
+def release_keeper(kept: KeptGroup, file: TextIO) -> None:
     """Release the claim of this process, so that another kernel can attach."""
     file.close()
     _mine.discard(kept.folder)

@@ -39,7 +39,7 @@ def _from_bytes(parts: Mapping[str, list[bytes]]) -> dict[str, Pickled]:
 
 
 class KeptObjects:
-    """What ``%dipush`` and ``%dipull`` need of a group, for the group of a keeper.
+    """Stand-in for the group of a keeper in ``%dipush`` and ``%dipull``.
 
     `call` calls a function of this module in the keeper, and returns its value; `folder` is the keeper's.
     """
@@ -128,7 +128,10 @@ def push_file(group: Group, path: str, to: list[int]) -> dict[str, Any]:
 
 
 def fetch_file(group: Group, path: str, names: list[str], of: list[int], known: str, seconds: float | None) -> None:
-    """Write variables of the ranks `of`, as pickled there, to a file; `seconds`: as of ``Group.peek``, or None."""
+    """Write variables of the ranks `of` to a file, as pickled there.
+
+    `known`: the notebook's names; `seconds`: limit of a snapshot as in ``Group.peek``, None to wait for cells.
+    """
     bar = Progress(after=QUIET_SECONDS)
     try:
         if seconds is not None:

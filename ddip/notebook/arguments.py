@@ -221,7 +221,10 @@ def parse_flag(typed: str) -> bool:
 
 
 def parse_time(typed: str, option: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``; raise BadInput, which names `option`."""
+    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``.
+
+    Raises BadInput, which names `option`.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", typed)
     if not found or not float(found[1]):
         raise BadInput(f"{option} {typed}: type a time, such as {option} 90s, {option} 10m or {option} 1h")

@@ -60,7 +60,7 @@ class KeptGroups:
 
     @property
     def objects(self) -> KeptObjects | None:
-        """What ``%dipush`` and ``%dipull`` use in place of a group; None if there is no kept group."""
+        """The stand-in for the group in ``%dipush`` and ``%dipull``; None if there is no kept group."""
         return None if self._session is None else self._session.objects
 
     def list_free(self) -> list[str]:
@@ -268,7 +268,7 @@ class KeptSession:
     # -- attach, detach
 
     def show_past(self) -> None:
-        """Show what the group has done since its former kernel; take over its settings and the numbers of its cells."""
+        """Show the output since the former kernel's end; continue with its settings and numbers of cells."""
         report = self._link.ask_keeper("ddip_attach")
         self._continue_numbers(report["next"])
         for name, value in json.loads(report["settings"]).items():

@@ -39,7 +39,7 @@ class KeptGroups(Protocol):
 
     @property
     def objects(self) -> Any:
-        """What ``%dipush`` and ``%dipull`` use in place of a group; None if there is no kept group."""
+        """The stand-in for the group in ``%dipush`` and ``%dipull``; None if there is no kept group."""
 
     def list_free(self) -> list[str]:
         """Return the names of kept groups that no kernel holds."""

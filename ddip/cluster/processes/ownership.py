@@ -121,7 +121,10 @@ def _read_private(folder: int, name: str) -> bytes:
 
 
 def read_file(folder: Path, name: str) -> bytes:
-    """Read the file `name` of the run folder `folder`; raise OSError if another user could have written it."""
+    """Return the content of the file `name` in a run folder.
+
+    Raises OSError if another user could have written it.
+    """
     with _open_private(folder) as opened:
         return _read_private(opened, name)
 
