@@ -166,7 +166,8 @@ def can_claim(folder: Path) -> bool:
 def claim_keeper(kept: KeptGroup, holder: str) -> TextIO:
     """Claim the keeper for this process; return the open file that holds the lock.
 
-    `release_keeper` closes it. `holder`: this kernel, as text for users of other kernels. Raises GroupError if another kernel holds the claim.
+    `release_keeper` closes it. `holder`: this kernel, as text for users of other kernels. Raises GroupError if another
+    kernel holds the claim.
     """
     if kept.folder in _mine:
         raise GroupError(f"--attach: this notebook is attached to {kept.name} already")
