@@ -146,11 +146,14 @@ class KeeperLink:
         """Send a control request, which the keeper answers even while it runs a cell, and return the answer."""
         request = self.session.msg(f"{kind}_request", content or {})
         self.session.send(self._control, request)
-        while self._control.poll(REPLY_MILLISECONDS):
+        until = time.monotonic() + REPLY_SECONDS
+        while time.monotonic() < until:
+            if not self._control.poll(POLL_MILLISECONDS):
+                self._ensure_alive()
+                continue
             reply = self._receive(self._control)
             if reply["parent_header"]["msg_id"] == request["header"]["msg_id"]:  # else an earlier one, too late
                 return dict(reply["content"])
-        self._ensure_alive()
         raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
 
     def _ensure_alive(self) -> None:
