@@ -71,12 +71,15 @@ class Keeper:
     def record_messages(self) -> None:
         """Record from now on what the session sends for pages."""
         session: Any = self._app.session
-        send, me = session.send, os.getpid()
+        send, me, lock = session.send, os.getpid(), threading.RLock()
 
         def send_and_record(stream: Any, msg_or_type: Any, *arguments: Any, **options: Any) -> Any:
-            message = send(stream, msg_or_type, *arguments, **options)
-            if message and message["header"]["msg_type"] in SHOWN and os.getpid() == me:
-                self._records.add(message, self.count_cells() - 1)
+            if os.getpid() != me:  # a child, in which another thread may have held the lock
+                return send(stream, msg_or_type, *arguments, **options)
+            with lock:  # records have the order of the messages
+                message = send(stream, msg_or_type, *arguments, **options)
+                if message and message["header"]["msg_type"] in SHOWN:
+                    self._records.add(message, self.count_cells() - 1)
             return message
 
         session.send = send_and_record
@@ -281,6 +284,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     "has_group": has_group,
     "world_size": _with_group(kept_objects.world_size),
     "variable_names": _with_group(kept_objects.variable_names),
+    "push_modules": _with_group(kept_objects.push_modules),
     "find_lacking": _with_group(kept_objects.find_lacking),
     "push_file": _with_group(kept_objects.push_file),
     "fetch_file": _with_group(kept_objects.fetch_file),

@@ -166,11 +166,11 @@ class KeeperLink:
         self.kept.wait_for_end(REPLY_SECONDS)
         self.close()
 
-    def run_code(self, code: str, allow_stdin: bool) -> dict[str, Any]:
+    def run_code(self, code: str, allow_stdin: bool, may_end_well: bool = False) -> dict[str, Any]:
         """Run `code` in the keeper as a cell until it ends, and return the content of the reply.
 
-        The output appears below the running cell; an error is only in the reply. The stop button interrupts the keeper.
-        Raises KeeperEnded, and RequestInterrupted if the cell did not begin.
+        The output appears below the running cell; an error is only in the reply. The stop button interrupts the keeper,
+        and `code` raises an error then unless it `may_end_well`. Raises KeeperEnded and RequestInterrupted.
         """
         content = {
             "code": code,
@@ -180,7 +180,7 @@ class KeeperLink:
             "allow_stdin": allow_stdin,
             "stop_on_error": False,
         }
-        return self._request("execute_request", content, is_interruptible=True)
+        return self._request("execute_request", content, True, may_end_well)
 
     def call(self, function: str, *arguments: Any, is_interruptible: bool = False) -> Any:
         """Call a function of ``keeper.TASKS`` on the keeper's main thread, and return its value.
@@ -194,11 +194,14 @@ class KeeperLink:
             raise error_of(reply)
         return json.loads(reply["value"])
 
-    def _request(self, kind: str, content: dict[str, Any], is_interruptible: bool) -> dict[str, Any]:
+    def _request(
+        self, kind: str, content: dict[str, Any], is_interruptible: bool, may_end_well: bool = False
+    ) -> dict[str, Any]:
         self._ensure_alive()
         message = self.session.msg(kind, content)
         request = message["header"]["msg_id"]
         self._idle[request] = threading.Event()
+        is_cell = kind == "execute_request"
         self._pages[request] = _Page()
         for former in list(self._pages)[:-PAGES]:
             del self._pages[former]
@@ -210,8 +213,11 @@ class KeeperLink:
                 self._idle[request].wait(OUTPUT_SECONDS)
         finally:
             del self._idle[request]
-        if interrupts.is_pressed and not is_interruptible:
-            raise RequestInterrupted("the request to the kept group was stopped")
+            if not is_cell:
+                del self._pages[request]
+        # the keeper ignores SIGINT between two requests
+        if interrupts.is_pressed and reply["status"] == "ok" and not may_end_well:
+            raise RequestInterrupted("stop was pressed; what was asked of the kept group had been done by then")
         return reply
 
     def announce_prompt(self) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddip.group.objects import transfer
+from ddip.group.objects.modules import ModulesPushed
 from ddip.group.objects.transfer import Fetched, Transferred
 from ddip.group.watching import peek
 from ddip.output.progress import Progress
@@ -47,6 +48,7 @@ class KeptObjects:
     def __init__(self, call: Callable[..., Any], folder: Path) -> None:
         self._call = call
         self._path = folder / "values"
+        self._path.unlink(missing_ok=True)  # of a kernel that was killed
         self.transferred = Transferred()
         """The sizes of the last transfer."""
 
@@ -91,6 +93,14 @@ class KeptObjects:
         self.transferred = transfer.report_transfer(names, all_fetched)
         return values, [*self.transferred.moved]
 
+    def push_modules(self, typed: str, reload: bool, progress: Report) -> ModulesPushed:
+        """Push the notebook's own modules, as ``Group.push_modules`` does; the keeper has the notebook's folder."""
+        pushed = self._call("push_modules", typed, reload)
+        by_rank = {
+            name: {int(rank): why for rank, why in ranks.items()} for name, ranks in pushed["not_reloaded"].items()
+        }
+        return ModulesPushed(**{**pushed, "not_reloaded": by_rank})
+
     def variable_names(self, beginning: str, rank: int = 0) -> list[str]:
         """Return the names of a rank's variables that begin with `beginning`."""
         return list(self._call("variable_names", beginning, rank))
@@ -107,6 +117,11 @@ def world_size(group: Group) -> int:
 def variable_names(group: Group, beginning: str, rank: int) -> list[str]:
     """Return the names of a rank's variables that begin with `beginning`."""
     return group.variable_names(beginning, rank)
+
+
+def push_modules(group: Group, typed: str, reload: bool) -> dict[str, Any]:
+    """Push modules; return `ModulesPushed` as a dict."""
+    return asdict(group.push_modules(typed, reload=reload))
 
 
 def find_lacking(group: Group, names: list[str], to: list[int]) -> list[str]:

@@ -41,6 +41,8 @@ NOT_KEPT = ("dipper", "dipexport")
 """Magics that need the group, or the notebook's history, in the notebook's own process."""
 OWN_SETTINGS = ("warm", "warm_apps", "local_magics", "verbose")
 """Settings that concern only the notebook."""
+LEAVE_AT_STOP = ("dipwait", "dipwatch")
+"""Magics that end without an error at a stop, since only they are stopped."""
 HERE = ("autodip", "dipush", "dipull")
 """Magics that run in the notebook: the last two with `KeptObjects` in place of the group."""
 AUTODIP_OFF = "%autodip is off: cells run in the notebook"
@@ -155,15 +157,19 @@ class KeptSession:
         """The settings that the keeper has."""
         holder = f"the kernel of {preload_client.notebook_name() or 'another notebook'} (PID {os.getpid()})"
         self._link = KeeperLink(kept, holder)
-        if is_new:
-            self._link.show_records({})
-        if not area.is_page():
-            self._link.announce_prompt()
-        self.objects = KeptObjects(self._call_for_objects, Path(kept.folder))
         self._replaced: dict[tuple[str, str], Any] = {}
-        self._replace_magics()
-        main.hints.kept_call = self._link.try_call
-        atexit.register(self.detach)
+        try:
+            if is_new:
+                self._link.show_records({})
+            if not area.is_page():
+                self._link.announce_prompt()
+            self.objects = KeptObjects(self._call_for_objects, Path(kept.folder))
+            self._replace_magics()
+            main.hints.kept_call = self._link.try_call
+            atexit.register(self.detach)
+        except BaseException:
+            self.detach()
+            raise
 
     # -- magics
 
@@ -230,7 +236,8 @@ class KeptSession:
         self._prepare()
         # called directly: IPython has replaced {expression} and $name in the line already
         typed = f"({line!r})" if cell is None else f"({line!r}, {cell!r})"
-        reply = self._link.run_code(f"get_ipython().find_magic({name!r}, {kind!r}){typed}", self._may_ask())
+        code = f"get_ipython().find_magic({name!r}, {kind!r}){typed}"
+        reply = self._link.run_code(code, self._may_ask(), may_end_well=name in LEAVE_AT_STOP)
         area.show_pages(reply.get("payload", []))
         if reply["status"] != "ok":
             raise error_of(reply)

@@ -235,15 +235,16 @@ def test_pushes_and_pulls_are_those_of_a_group_of_the_notebook(shared_kept: Note
     shared_kept.ok("now = %dipull --now x\nassert now == 1")
     shared_kept.ok("def reads(): return along\nalong = 6\n%dipush reads")
     shared_kept.ok("%%dip\nassert reads() == 6")
+    assert "finds no module nowhere" in shared_kept.fails("%dipush --modules nowhere").message
 
 
 def test_a_stopped_push_leaves_the_notebook_usable(shared_kept: Notebook) -> None:
     shared_kept.ok("big = b'x' * 3_000_000")
     for seconds in (0.05, 0.2, 0.35):
-        cell = shared_kept.begin("print('begun', flush=True)\nfor i in range(40):\n    %dipush i big")
+        cell = shared_kept.begin("print('begun', flush=True)\nfor i in range(1000):\n    %dipush i big")
         shared_kept.finish(cell, until="begun")
         threading.Timer(seconds, os.kill, (shared_kept.pid, signal.SIGINT)).start()
-        shared_kept.finish(cell)
+        assert shared_kept.finish(cell).status == "error"
         shared_kept.ok("%%dip\ndist.barrier()")
 
 
