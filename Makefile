@@ -137,6 +137,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/differences.py
 	$(BIN)/python benchmarks/objects.py
 	$(BIN)/python benchmarks/saves.py
+	$(BIN)/python benchmarks/kept.py
 	$(HOSTS) run -- $(BIN)/python benchmarks/hosts.py
 	$(BIN)/python benchmarks/many_starts.py
 	$(BIN)/python benchmarks/recovery.py

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +188,15 @@ class KeeperLink:
         Raises its error. The stop button interrupts it if it `is_interruptible`; else RequestInterrupted is raised when
         it has ended.
         """
-        content = {"function": function, "arguments": json.dumps(arguments)}
-        reply = self._request("ddip_task_request", content, is_interruptible)
+        reply = self._request("ddip_task_request", _task(function, arguments), is_interruptible)
         if reply["status"] != "ok":
             raise error_of(reply)
         return json.loads(reply["value"])
+
+    def post(self, function: str, *arguments: Any) -> None:
+        """Send a call of a function of ``keeper.TASKS``, which runs before later requests; wait for nothing."""
+        self._ensure_alive()
+        self.session.send(self._shell, "ddip_task_request", _task(function, arguments))
 
     def _request(
         self, kind: str, content: dict[str, Any], is_interruptible: bool, may_end_well: bool = False
@@ -300,6 +304,11 @@ class KeeperLink:
             pass  # in the reply, too
         elif kind not in ("execute_input", "iopub_welcome"):
             self._pages.get(request, self._default).show(kind, content, message.get("buffers"), message["metadata"])
+
+
+def _task(function: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the content of a task request; JSON within it may have infinite numbers."""
+    return {"function": function, "arguments": json.dumps(arguments)}
 
 
 class _Page:

@@ -257,7 +257,7 @@ class KeptSession:
             directory = os.getcwd()
         except OSError:  # it was removed
             directory = ""
-        self._link.call("prepare_cell", area.cell_number() or 1, directory, changed)
+        self._link.post("prepare_cell", area.cell_number() or 1, directory, changed)
         self._sent = settings
 
     def has_group(self) -> bool:
