@@ -220,7 +220,7 @@ def test_values_are_pushed_and_pulled(shared_kept: Notebook) -> None:
     shared_kept.ok("%dipull both as other\nassert other == 0")
 
 
-def test_pushes_and_pulls_are_those_of_a_group_of_the_notebook(shared_kept: Notebook) -> None:
+def test_pushes_and_pulls_equal_those_of_an_own_group(shared_kept: Notebook) -> None:
     shared_kept.ok("%%dip\nx, y, _h, gg = 1, 2, 41, 5\ndef h(): return gg")
     shared_kept.ok("x = 7")
     assert "-r 9" in shared_kept.fails("%dipush x -r 9").message

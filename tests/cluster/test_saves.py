@@ -311,7 +311,7 @@ def test_a_name_that_was_not_saved_changes_nothing(cells: ddip.Group, folder: st
         cells.load(f"{folder}2")
 
 
-def test_a_value_that_cannot_be_loaded_on_one_rank_changes_nothing(cells: ddip.Group, folder: str, saved: str) -> None:
+def test_a_value_that_one_rank_cannot_load_changes_nothing(cells: ddip.Group, folder: str, saved: str) -> None:
     cells.run("""
         class Odd:
             def __getstate__(self): return {"number": 1}
@@ -399,7 +399,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_save(cells: ddip.Group, folder: 
 # -- in the background, and at points of a loop
 
 
-def test_a_save_in_the_background_has_the_values_of_its_time(cells: ddip.Group, folder: str) -> None:
+def test_a_background_save_has_the_values_of_its_time(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = torch.zeros(3_000_000); step = 1")
     cells.save(folder, background=True)
     cells.run("large += 1; step = 2")
@@ -536,7 +536,7 @@ def test_a_wrapper_of_frozen_parameters_is_made_anew(cells: ddip.Group, folder: 
     """)
 
 
-def test_an_optimizer_of_a_model_that_cannot_be_saved_is_left_out(cells: ddip.Group, folder: str) -> None:
+def test_an_optimizer_is_left_out_with_its_model(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch
         net = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(2, 2))
@@ -658,7 +658,7 @@ def test_a_load_waits_for_the_save_in_the_background(cells: ddip.Group, folder: 
         cells.run(f"assert count == {count}")
 
 
-def test_the_end_of_a_group_waits_for_the_save_in_the_background(warmed_up: None, folder: str) -> None:
+def test_the_end_of_a_group_waits_for_a_background_save(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run("import torch\nlarge = torch.rand(10_000_000)")
         group.save(folder, background=True)
@@ -703,7 +703,7 @@ def test_a_schedule_stops_when_ranks_are_replaced(warmed_up: None, folder: str) 
         group.run("assert weights == [1]")
 
 
-def test_code_of_a_class_may_read_a_global_while_it_is_loaded(cells: ddip.Group, folder: str) -> None:
+def test_code_of_a_class_may_read_globals_while_it_loads(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         class Zbase:
             known = {}

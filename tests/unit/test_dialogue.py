@@ -68,9 +68,7 @@ def test_a_second_press_raises_nothing(reader: _Reader, monkeypatch: pytest.Monk
     assert reader.is_interrupted and signal.getsignal(signal.SIGINT) is former
 
 
-def test_a_withdrawal_ends_the_prompt_if_the_first_signal_is_lost(
-    reader: _Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_withdrawal_ends_the_prompt_despite_a_lost_signal(reader: _Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one is that arrives between the output of the prompt and the call that reads the terminal."""
     kill, lost = signal.pthread_kill, list[int]()
 

@@ -195,7 +195,7 @@ def test_a_cell_that_only_shows_a_value_is_a_comment() -> None:
     assert left_out(plan) == {2: "it only shows values"}
 
 
-def test_an_unread_assignment_is_a_comment_unless_it_is_a_result() -> None:
+def test_an_unread_assignment_is_a_comment_unless_a_result() -> None:
     assert left_out(plan_of("x = 1", "y = 2", "print(x)")) == {2: "nothing later reads this y"}
     assert left_out(plan_of("x = 1", "y = 2", "print(x)", results=frozenset({"y"}))) == {}
 
@@ -384,7 +384,7 @@ def test_a_push_may_come_from_a_file() -> None:
     assert plan.steps[0].statement.text == "x, y = pushed_values(0)"
 
 
-def test_code_for_pulled_values_runs_on_rank_0_at_the_end() -> None:
+def test_code_for_pulled_values_runs_on_rank_0_last() -> None:
     text = script_of(
         "x = [1]",
         ("import math\n%dipull x\n%dipull -r all x as all_x", IN_NOTEBOOK),
@@ -425,12 +425,12 @@ def test_code_that_may_differ_is_refused(code: str, reason: str) -> None:
     assert any(reason in refusal for refusal in refusals_of(code))
 
 
-def test_a_pulled_value_that_is_pushed_in_the_same_cell_is_a_comment() -> None:
+def test_a_value_pulled_and_pushed_in_one_cell_is_a_comment() -> None:
     plan = plan_of("x = 1", ("%dipull x\nprint(x)\nx = 2\n%dipush x", IN_NOTEBOOK), push_of(2, x=2), "print(x)")
     assert (plan.refusals, plan.shown) == ([], [])
 
 
-def test_a_pull_before_the_start_is_no_part_of_the_session() -> None:
+def test_a_pull_before_the_start_is_left_out() -> None:
     former = Execution(1, "%dipull w\nprint(w)", is_former=True)
     plan = plan_of(former, "x = 1", "print(x)")
     assert (plan.refusals, plan.shown) == ([], [])
@@ -621,7 +621,7 @@ def test_a_history_that_has_dropped_cells_is_cut() -> None:
     assert not history.is_cut
 
 
-def test_a_push_is_kept_as_it_was_up_to_a_limit() -> None:
+def test_a_push_is_kept_up_to_a_limit() -> None:
     history, value = History(keep_pushes=True), torch.ones(2)
     history.note_push(3, pickling.dump_all({"x": value}).pickled, range(2))
     value += 1
@@ -662,7 +662,7 @@ def test_values_are_compared_strictly(ours: object, theirs: object, differs: boo
     assert any(isinstance(difference, str) or not difference <= check.TOLERANCE for difference in found) == differs
 
 
-def test_a_batch_script_has_the_shape_of_the_group_and_its_options() -> None:
+def test_a_batch_script_has_the_shape_and_options() -> None:
     shape = JobShape((4, 4), True, 2, {"nodes": "2-4", "time": "2:00:00", "exclusive": ""}, "module load cuda")
     lines = job_files.write_slurm_file(shape, Path("train.py")).splitlines()
     assert {line for line in lines if line.startswith("#SBATCH")} == {
