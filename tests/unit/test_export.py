@@ -425,7 +425,7 @@ def test_code_that_may_differ_is_refused(code: str, reason: str) -> None:
     assert any(reason in refusal for refusal in refusals_of(code))
 
 
-def test_a_value_pulled_and_pushed_in_one_cell_is_a_comment() -> None:
+def test_a_value_pulled_and_pushed_in_one_cell_becomes_comment() -> None:
     plan = plan_of("x = 1", ("%dipull x\nprint(x)\nx = 2\n%dipush x", IN_NOTEBOOK), push_of(2, x=2), "print(x)")
     assert (plan.refusals, plan.shown) == ([], [])
 
