@@ -37,7 +37,7 @@ from ipykernel.kernelapp import IPKernelApp
 
 from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
-from ddip.errors import GroupError, NoGroup
+from ddip.errors import GroupError
 from ddip.group import session
 from ddip.kept import kept_folder, kept_objects
 from ddip.kept.cell_records import CellRecords
@@ -48,8 +48,6 @@ POLL_SECONDS = 0.5
 """Time between two looks for a kernel that holds the claim."""
 NO_GROUP_SECONDS = 10.0
 """Time for which a keeper without a group waits for a kernel."""
-OWN_SETTINGS = ("warm", "warm_apps", "local_magics", "verbose")
-"""Settings that concern only the notebook."""
 SHOWN = ("stream", "display_data", "update_display_data", "execute_result", "error", "clear_output")
 """Types of the messages to record."""
 
@@ -132,7 +130,7 @@ class Keeper:
         records = self._records.select(self._seen_until, {cell.number for cell in cells})
         self.note_seen()
         return {
-            "settings": json.dumps(read_settings()),
+            "settings": json.dumps(find_magics().group_settings()),
             "next": self.count_cells(),
             "about": "" if group is None else group.describe(),
             "running": sorted({cell.number for cell in cells}),
@@ -258,12 +256,6 @@ def prepare_cell(number: int, directory: str, settings: dict[str, Any]) -> None:
         setattr(find_magics(), name, value)
 
 
-def read_settings() -> dict[str, Any]:
-    """Return the settings that a notebook can change, by name."""
-    magics = find_magics()
-    return {name: getattr(magics, name) for name in magics.trait_names(config=True) if name not in OWN_SETTINGS}
-
-
 def has_group() -> bool:
     """Return True if the group runs."""
     return session.current_group() is not None
@@ -273,7 +265,7 @@ def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
     def call_with_group(*arguments: Any) -> Any:
         group = session.current_group()
         if group is None:
-            raise NoGroup("the kept group has ended")
+            raise GroupError("the kept group has ended; %makedip starts one")
         return function(group, *arguments)
 
     return call_with_group

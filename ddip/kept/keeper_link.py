@@ -37,11 +37,10 @@ from ddip.protocol.on_rank import RemoteCall
 POLL_MILLISECONDS = 100
 REPLY_SECONDS = 20
 """Time that a keeper may take to answer while it runs a cell."""
-REPLY_MILLISECONDS = REPLY_SECONDS * 1000
 PAGES = 500
 """Number of cells whose late output is shown below them; that of older ones is shown below the first cell."""
 NO_REPLY_SECONDS = 0.5
-"""Time for the reply of a request whose output has ended."""
+"""Time for the reply of a request that a stop may have ended before it began."""
 OUTPUT_SECONDS = 5.0
 """Time to wait for the last output of a request after its reply."""
 
@@ -102,8 +101,7 @@ class KeeperLink:
             message = self.session.msg("kernel_info_request", {})
             self._idle[message["header"]["msg_id"]] = heard
             self.session.send(self._control, message)
-            if self._control.poll(REPLY_MILLISECONDS):
-                self._receive(self._control)
+            self._ensure_alive()
             if not heard.wait(0.1) and time.monotonic() > until:
                 raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
         self._idle.clear()
@@ -161,10 +159,9 @@ class KeeperLink:
             raise KeeperEnded(f"the keeper of {self.kept.name} has ended, and its group with it; %makedip starts one")
 
     def end_keeper(self) -> None:
-        """End the keeper and its group, and disconnect."""
+        """End the keeper and its group; call `close` afterwards."""
         self.session.send(self._control, "ddip_end_request", {})
         self.kept.wait_for_end(REPLY_SECONDS)
-        self.close()
 
     def run_code(self, code: str, allow_stdin: bool, may_end_well: bool = False) -> dict[str, Any]:
         """Run `code` in the keeper as a cell until it ends, and return the content of the reply.
@@ -188,7 +185,7 @@ class KeeperLink:
         Raises its error. The stop button interrupts it if it `is_interruptible`; else RequestInterrupted is raised when
         it has ended.
         """
-        reply = self._request("ddip_task_request", _task(function, arguments), is_interruptible)
+        reply = self._request("ddip_task_request", _task_content(function, arguments), is_interruptible)
         if reply["status"] != "ok":
             raise error_of(reply)
         return json.loads(reply["value"])
@@ -196,7 +193,7 @@ class KeeperLink:
     def post(self, function: str, *arguments: Any) -> None:
         """Send a call of a function of ``keeper.TASKS``, which runs before later requests; wait for nothing."""
         self._ensure_alive()
-        self.session.send(self._shell, "ddip_task_request", _task(function, arguments))
+        self.session.send(self._shell, "ddip_task_request", _task_content(function, arguments))
 
     def _request(
         self, kind: str, content: dict[str, Any], is_interruptible: bool, may_end_well: bool = False
@@ -205,7 +202,6 @@ class KeeperLink:
         message = self.session.msg(kind, content)
         request = message["header"]["msg_id"]
         self._idle[request] = threading.Event()
-        is_cell = kind == "execute_request"
         self._pages[request] = _Page()
         for former in list(self._pages)[:-PAGES]:
             del self._pages[former]
@@ -213,11 +209,11 @@ class KeeperLink:
         try:
             with interrupts:
                 self.session.send(self._shell, message)
-                reply = self._wait_for_reply(request)
+                reply = self._wait_for_reply(request, interrupts)
                 self._idle[request].wait(OUTPUT_SECONDS)
         finally:
             del self._idle[request]
-            if not is_cell:
+            if kind != "execute_request":  # only cells have late output
                 del self._pages[request]
         # the keeper ignores SIGINT between two requests
         if interrupts.is_pressed and reply["status"] == "ok" and not may_end_well:
@@ -228,7 +224,7 @@ class KeeperLink:
         """Let the keeper know that this notebook is a terminal, whose output cannot be changed."""
         self.session.send(self._shell, "is_complete_request", {"code": ""})
 
-    def _wait_for_reply(self, request: str) -> dict[str, Any]:
+    def _wait_for_reply(self, request: str, interrupts: _Interrupts) -> dict[str, Any]:
         poller = zmq.Poller()
         poller.register(self._shell, zmq.POLLIN)
         poller.register(self._stdin, zmq.POLLIN)
@@ -244,7 +240,7 @@ class KeeperLink:
             if ready:
                 continue
             self._ensure_alive()
-            if self._idle[request].is_set():  # without a reply: the stop came before the keeper had begun the cell
+            if interrupts.is_pressed and self._idle[request].is_set():  # a stop outside of the cell, so no reply comes
                 ended = ended or time.monotonic()
                 if time.monotonic() - ended > NO_REPLY_SECONDS:
                     raise RequestInterrupted("the request to the kept group was stopped before it began")
@@ -306,7 +302,7 @@ class KeeperLink:
             self._pages.get(request, self._default).show(kind, content, message.get("buffers"), message["metadata"])
 
 
-def _task(function: str, arguments: Sequence[Any]) -> dict[str, Any]:
+def _task_content(function: str, arguments: Sequence[Any]) -> dict[str, Any]:
     """Return the content of a task request; JSON within it may have infinite numbers."""
     return {"function": function, "arguments": json.dumps(arguments)}
 

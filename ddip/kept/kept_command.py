@@ -25,7 +25,8 @@ def list_groups() -> int:
     kept = kept_folder.list_kept()
     for one in kept:
         holder = one.holder()
-        state = f"held by {holder}" if holder else f"kept for {one.seconds / 60:g} min; %makedip --attach {one.name}"
+        kept_for = kept_folder.keep_time_text(one.seconds)
+        state = f"held by {holder}" if holder else f"kept for {kept_for}; %makedip --attach {one.name}"
         print(f"{one.name}  keeper {one.pid}  {state}")
     keepers = {one.pid for one in kept}
     for run in ownership.list_runs():

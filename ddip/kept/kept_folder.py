@@ -44,7 +44,7 @@ class KeptGroup:
     """Name that users type: the notebook's, with a number if several have the same."""
     pid: int
     started: float
-    """Start time of the process, in seconds since 1970, which with the PID identifies it."""
+    """Start time of the process, as `Proc` has it, which with the PID identifies it."""
     seconds: float
     """Time for which the group continues without a kernel, in seconds."""
     folder: str
@@ -138,6 +138,11 @@ def _names_text(kept: Sequence[KeptGroup]) -> str:
     if kept:
         return f"kept groups: {', '.join(one.name for one in kept)}"
     return "no group is kept on this machine; %makedip --keep starts one (-c attaches to an ipyparallel cluster)"
+
+
+def keep_time_text(seconds: float) -> str:
+    """Return the time of ``--keep`` as ``30 min`` or ``90 s``."""
+    return f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:g} s"
 
 
 def choose_name(notebook: str) -> str:

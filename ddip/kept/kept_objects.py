@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddip.errors import TransferError
 from ddip.group.objects import transfer
 from ddip.group.objects.modules import ModulesPushed
 from ddip.group.objects.transfer import Fetched, Transferred
@@ -37,6 +38,20 @@ def _to_bytes(pickled: Mapping[str, Pickled]) -> dict[str, list[bytes]]:
 
 def _from_bytes(parts: Mapping[str, list[bytes]]) -> dict[str, Pickled]:
     return {name: Pickled([memoryview(bytearray(part)) for part in one]) for name, one in parts.items()}
+
+
+def _write_file(path: Path, content: object, what: str) -> None:
+    """Pickle `content` to a file.
+
+    Raises TransferError, with the participle `what`, if the file system refuses it.
+    """
+    try:
+        path.write_bytes(pickle.dumps(content))
+    except OSError as error:
+        raise TransferError(
+            f"nothing was {what}: {path}: {error.strerror}; free some space there, or start the group again with "
+            "TMPDIR set to a folder with more"
+        ) from None
 
 
 class KeptObjects:
@@ -62,7 +77,7 @@ class KeptObjects:
         to = [*range(self.world_size)] if ranks is None else [*ranks]
         packed = transfer.pack_values(values, lambda names: list(self._call("find_lacking", names, to)))
         try:
-            self._path.write_bytes(pickle.dumps((replace(packed, pickled={}), _to_bytes(packed.pickled))))
+            _write_file(self._path, (replace(packed, pickled={}), _to_bytes(packed.pickled)), "pushed")
             self.transferred = Transferred(**self._call("push_file", str(self._path), to))
         finally:
             self._path.unlink(missing_ok=True)
@@ -94,7 +109,10 @@ class KeptObjects:
         return values, [*self.transferred.moved]
 
     def push_modules(self, typed: str, reload: bool, progress: Report) -> ModulesPushed:
-        """Push the notebook's own modules, as ``Group.push_modules`` does; the keeper has the notebook's folder."""
+        """Push the notebook's own modules, as ``Group.push_modules`` does.
+
+        The keeper reads them: it has the notebook's folder.
+        """
         pushed = self._call("push_modules", typed, reload)
         by_rank = {
             name: {int(rank): why for rank, why in ranks.items()} for name, ranks in pushed["not_reloaded"].items()
@@ -157,7 +175,7 @@ def fetch_file(group: Group, path: str, names: list[str], of: list[int], known: 
     finally:
         bar.end("")
     replies = [(fetched.rank, _plain_reply(fetched), _to_bytes(fetched.values)) for fetched in all_fetched]
-    Path(path).write_bytes(pickle.dumps(replies))
+    _write_file(Path(path), replies, "pulled")
 
 
 def _plain_reply(fetched: Fetched) -> Any:

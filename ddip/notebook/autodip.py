@@ -102,6 +102,7 @@ LOCAL_MAGICS = [
 BUILT_IN = ("IPython.core.magic", "ipykernel.")
 """Modules of the magics that ranks also have, unlike magics added by an extension or a user. Shell commands such as
 ``%mkdir`` are not in these modules, because they should run only once."""
+AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 MAGIC = re.compile(r"%%?([A-Za-z_]\w*)")
 
 

@@ -28,6 +28,7 @@ from ddip.kept.keeper_link import KeeperEnded, KeeperLink, error_of
 from ddip.kept.kept_folder import KeptGroup
 from ddip.kept.kept_objects import KeptObjects
 from ddip.notebook import arguments, both_sides
+from ddip.notebook.autodip import AUTODIP_OFF
 from ddip.output import area
 
 if TYPE_CHECKING:
@@ -39,13 +40,10 @@ START_SECONDS = 60.0
 """Time that a keeper may take to start."""
 NOT_KEPT = ("dipper", "dipexport")
 """Magics that need the group, or the notebook's history, in the notebook's own process."""
-OWN_SETTINGS = ("warm", "warm_apps", "local_magics", "verbose")
-"""Settings that concern only the notebook."""
 LEAVE_AT_STOP = ("dipwait", "dipwatch")
 """Magics that end without an error at a stop, since only they are stopped."""
 HERE = ("autodip", "dipush", "dipull")
 """Magics that run in the notebook: the last two with `KeptObjects` in place of the group."""
-AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 
 
 class KeptGroups:
@@ -54,11 +52,6 @@ class KeptGroups:
     def __init__(self, main: DipMagics) -> None:
         self._main = main
         self._session: KeptSession | None = None
-
-    @property
-    def is_attached(self) -> bool:
-        """True while the magics run in a keeper."""
-        return self._session is not None
 
     @property
     def objects(self) -> KeptObjects | None:
@@ -83,7 +76,7 @@ class KeptGroups:
             kept.end()
             raise
         print(
-            f"ddip: the group {kept.name} is kept for {time_text(seconds)} after this kernel ends; "
+            f"ddip: the group {kept.name} is kept for {kept_folder.keep_time_text(seconds)} after this kernel ends; "
             "%makedip --attach continues it"
         )
 
@@ -153,7 +146,7 @@ class KeptSession:
         self._main, self._on_end = main, on_end
         self._shell: InteractiveShell = main.shell
         self.kept = kept
-        self._sent = {} if is_new else self._settings()
+        self._sent = {} if is_new else self._main.group_settings()
         """The settings that the keeper has."""
         holder = f"the kernel of {preload_client.notebook_name() or 'another notebook'} (PID {os.getpid()})"
         self._link = KeeperLink(kept, holder)
@@ -212,6 +205,7 @@ class KeptSession:
             if where == "local":
                 return magic(line, cell)
             if where == "everywhere":
+                self._main.parse_dip(line)  # raises before anything has run
                 line = re.sub(r"(^|\s)everywhere(?=\s|$)", " ", line, count=1)
                 is_both = bool(both_sides.magic_names(cell))
                 self._main.run_here(cell, is_both)
@@ -246,12 +240,8 @@ class KeptSession:
         kernel = getattr(self._shell, "kernel", None)
         return kernel is None or bool(getattr(kernel, "_allow_stdin", False))
 
-    def _settings(self) -> dict[str, Any]:
-        names = self._main.trait_names(config=True)
-        return {name: getattr(self._main, name) for name in names if name not in OWN_SETTINGS}
-
     def _prepare(self) -> None:
-        settings = self._settings()
+        settings = self._main.group_settings()
         changed = {name: value for name, value in settings.items() if self._sent.get(name, ...) != value}
         try:
             directory = os.getcwd()
@@ -280,7 +270,7 @@ class KeptSession:
         self._continue_numbers(report["next"])
         for name, value in json.loads(report["settings"]).items():
             setattr(self._main, name, value)
-        self._sent = self._settings()
+        self._sent = self._main.group_settings()
         print(report["about"] or "ddip: the group has not formed")
         if report["running"]:
             cells = ", ".join(f"[{number}]" for number in report["running"])
@@ -315,8 +305,3 @@ class KeptSession:
         finally:
             self._link.close()
             self._on_end()
-
-
-def time_text(seconds: float) -> str:
-    """Return a time such as ``30 min`` or ``90 s``."""
-    return f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:g} s"

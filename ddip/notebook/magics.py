@@ -15,7 +15,7 @@ from ddip.errors import BadInput, CellError, LocalCellFailed, NoGroup, RequestIn
 from ddip.group.members import placement
 from ddip.notebook import arguments, both_sides
 from ddip.notebook.arguments import with_examples
-from ddip.notebook.autodip import Autodip
+from ddip.notebook.autodip import AUTODIP_OFF, Autodip
 from ddip.notebook.hints import Hints
 from ddip.notebook.once_per_rank import OncePerRank
 from ddip.notebook.traits import Traits
@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 
 PLACES = ("remote", "local", "everywhere")
-AUTODIP_OFF = "%autodip is off: cells run in the notebook"
 
 
 class KeptGroups(Protocol):
     """Groups that outlive this notebook's kernel (``kept_session.py``)."""
-
-    @property
-    def is_attached(self) -> bool:
-        """True while the magics run in a keeper."""
 
     @property
     def objects(self) -> Any:
@@ -79,7 +74,10 @@ class DipMagics(Traits):
             print(f"ddip: {text}")
 
     def require_group(self, what: str) -> Group:
-        """Return the running group; raise NoGroup, which names the command `what`, if there is none."""
+        """Return the running group; raise NoGroup, which names the command `what`, if there is none.
+
+        Of a kept group, this is its stand-in ``KeptObjects``.
+        """
         if self.kept is not None and self.kept.objects is not None:
             return self.kept.objects  # type: ignore[no-any-return]
         if self.group is None or not self.group.alive:
@@ -308,8 +306,6 @@ class DipMagics(Traits):
 
         group, self.group = self.group, None
         self.autodipper.off()
-        if self.kept is not None:
-            self.kept.detach()
         if group is not None:
             group.shutdown()
         if clear_up_orphans():
@@ -376,7 +372,7 @@ class DipMagics(Traits):
     @cell_magic
     def dip(self, line: str, cell: str) -> None:
         """Run the cell on every rank; fails if it fails on any."""
-        args = self._parse_dip(line)
+        args = self.parse_dip(line)
         if not cell.strip() and args.appcmd is None:
             raise BadInput(f"%%dip {line.strip()}".rstrip() + ": the cell is empty; type the code below this line")
         if args.where != "local":
@@ -415,7 +411,7 @@ class DipMagics(Traits):
                 self.hints.explain(error)
                 raise
 
-    def _parse_dip(self, line: str) -> Any:
+    def parse_dip(self, line: str) -> Any:
         """Return the arguments of ``%%dip``, with ranks and seconds as numbers; raises BadInput or NoGroup."""
         args = arguments.parse_line(self.dip, "%%dip", line)
         if args.where not in PLACES:
@@ -465,10 +461,8 @@ class DipMagics(Traits):
         if args.switch not in (None, "on", "off"):
             raise BadInput(f"%autodip {args.switch}: type %autodip on or %autodip off")
         if args.switch == "on":
-            is_kept = self.kept is not None and self.kept.is_attached
-            if not is_kept:
-                self.require_group("%autodip on")
-            if not is_kept and self._parse_dip(args.args or "").where == "local":
+            self.require_group("%autodip on")
+            if self.parse_dip(args.args or "").where == "local":
                 raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells then run in the notebook")
             self.autodipper.on(args.args or "")
         elif args.args is not None:

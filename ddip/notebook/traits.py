@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ddip.group.group import Group
 
 
+OF_A_NOTEBOOK = ("warm", "warm_apps", "local_magics", "verbose")
+"""Settings that concern only a notebook, and not its group."""
+
+
 class Traits(Magics):
     """The settings of the magics."""
 
@@ -119,6 +123,10 @@ class Traits(Magics):
         names = ("timeout", "collect", "spawn", "failure_grace", "stall_timeout", "keep_frames")
         values = {name: getattr(self, name) for name in names}
         return {**values, "display": self._display_options(), "history": self.history}
+
+    def group_settings(self) -> dict[str, Any]:
+        """Return by name the settings that a notebook and the keeper of its group share."""
+        return {name: getattr(self, name) for name in self.trait_names(config=True) if name not in OF_A_NOTEBOOK}
 
     @observe("failure_grace", "stall_timeout", "keep_frames")
     def _limits_changed(self, change: dict[str, Any]) -> None:

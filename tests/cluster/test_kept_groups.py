@@ -291,6 +291,9 @@ def test_errors_output_and_numbers_are_those_of_the_cell(shared_kept: Notebook) 
     shared_kept.ok("%%dip everywhere\nboth_sides = 7")
     shared_kept.ok("assert both_sides == 7")
     shared_kept.ok("%%dip\nassert both_sides == 7")
+    assert "-r 9" in shared_kept.fails("%%dip everywhere -r 9\nnot_here = 1").message
+    shared_kept.ok("assert 'not_here' not in globals()")
+    assert "-S 9" in shared_kept.fails("%autodip on -a '-S 9'").message
     assert "does not work with a kept group" in shared_kept.fails("%dipexport train.py").message
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddip.errors import BadInput, CellError
-from ddip.kept import cell_records
+from ddip.errors import BadInput, CellError, GroupError, TransferError
+from ddip.kept import cell_records, keeper
 from ddip.kept.cell_records import CellRecord, CellRecords
 from ddip.kept.keeper_link import error_of
+from ddip.kept.kept_objects import KeptObjects
 from ddip.notebook import arguments
 
 
@@ -105,3 +108,20 @@ def test_times_have_units() -> None:
     ]  # fmt: skip
     with pytest.raises(BadInput, match="--keep soon: type a time"):
         arguments.parse_time("soon", "--keep")
+
+
+def test_a_full_folder_is_one_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_disk(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_disk)
+    objects = KeptObjects(lambda function, *arguments: [], tmp_path)
+    with pytest.raises(TransferError, match="nothing was pushed: .*No space left on device; free some space"):
+        objects.push({"x": 1}, [0], lambda text, share=None: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_without_a_group_says_so() -> None:
+    with pytest.raises(GroupError, match="the kept group has ended; %makedip starts one"):
+        keeper.TASKS["world_size"]()

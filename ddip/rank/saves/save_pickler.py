@@ -346,7 +346,10 @@ class Loading:
             self.fills.append(step)
 
     def remove_reducers(self, is_unused: Callable[[Keys], bool]) -> None:
-        """Remove the reducers of new DDP wrappers that `is_unused` names: their hooks may be on existing parameters."""
+        """Remove the reducers of new DDP wrappers for which `is_unused` is true.
+
+        Their hooks may be on parameters that existed before.
+        """
         for wrapper, keys in self.new_wrappers:
             if is_unused(keys):
                 reducers.remove_reducer(wrapper)
