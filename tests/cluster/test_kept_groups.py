@@ -319,6 +319,18 @@ def test_ranks_ask_in_the_notebook(shared_kept: Notebook) -> None:
     assert (seen.shown.error, len(seen.prompts)) == ("CellInterrupted", 1)
 
 
+@pytest.mark.grid(in_ci=True)
+def test_a_dead_rank_of_a_kept_group_is_replaced(shared_kept: Notebook) -> None:
+    shared_kept.ok("%%dip\nkept_value, pid = rank + 40, os.getpid()\nstate = make()\ntrain(state, 3)")
+    shared_kept.ok("%dipull pid -r 1")
+    shared_kept.ok("import os, signal\nos.kill(pid, signal.SIGKILL)")
+    shared_kept.fails("%%dip\ndist.barrier()")
+    shown = shared_kept.ok("%makedip --repair --from 0 kept_value")
+    assert "rank 1 replaced, with kept_value from rank 0" in shown.text
+    shared_kept.ok(f"%%dip -r 1\nassert kept_value == 40\n{SETUP}")
+    shared_kept.ok("%%dip\nstate = make()\nlosses = train(state, 10)\nassert_same_training(losses, state, 10)")
+
+
 def test_tab_and_help_know_the_ranks_variables(shared_kept: Notebook) -> None:
     shared_kept.ok("%%dip\ndef remote_function(number):\n    'Double a number.'\nremote_number = 5")
     # a rank has 0.2 s to answer
