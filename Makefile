@@ -23,7 +23,7 @@
 # make pictures       take the README's pictures in JupyterLab, and record its animation
 # make dist           build and check the sdist and the wheel, and test the wheel in isolation from this checkout
 # make wheelhouse     collect the wheels for an offline machine with its own torch; PYTHON_VERSION=3.12
-#                     TORCH=torch==2.11.0
+#                     TORCH=torch==2.11.0; with NCCL=2.30.7 also that NCCL, which puts two ranks on one GPU
 # make clean          remove environments and build results
 #
 # To use another Python, torch or environment:
@@ -126,7 +126,8 @@ PYTHON_VERSION ?= 3.12
 wheelhouse:
 	$(PYTHON) -m venv --clear build/wheelhouse-env
 	build/wheelhouse-env/bin/python -m pip install --quiet --upgrade pip setuptools wheel packaging
-	build/wheelhouse-env/bin/python tests/wheelhouse.py --python $(PYTHON_VERSION) --torch "$(TORCH)" --to wheelhouse
+	build/wheelhouse-env/bin/python tests/wheelhouse.py --python $(PYTHON_VERSION) --torch "$(TORCH)" --to wheelhouse \
+	  $(if $(NCCL),--nccl $(NCCL))
 
 dist: $(READY)
 	$(BIN)/python tests/dist.py --to dist

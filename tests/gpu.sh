@@ -11,4 +11,9 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
   --target "$site" "$wheels"/*.whl
+if test -e "$wheels/libnccl.so.2.xz"; then
+  python3 -c 'import lzma, sys; open(sys.argv[2], "wb").write(lzma.open(sys.argv[1]).read())' \
+    "$wheels/libnccl.so.2.xz" "$site/libnccl.so.2"
+  export LD_PRELOAD="$site/libnccl.so.2${LD_PRELOAD:+:$LD_PRELOAD}"  # instead of torch's
+fi
 PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" python3 -m tests.gpu_report --report "$report" "$@"

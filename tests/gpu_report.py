@@ -1,14 +1,16 @@
-"""Run tests one by one, each with a time limit, and write a report: what ran, what hung, and where.
+"""Run tests, each with a time limit, and write a report: what ran, what hung, and where.
 
-    python -m tests.gpu_report --report gpu-report.txt
+    python -m tests.gpu_report --report gpu-report.txt --jobs 4
 
-A test that hangs is killed with all its processes, after ``py-spy`` has dumped their stacks; the next test follows.
+With ``--jobs`` several processes share the tests and GPUs. A test that hangs is killed with all its processes, after
+``py-spy`` has dumped their stacks; the next test follows.
 ``tests/gpu.sh`` runs this on a machine with GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -201,18 +203,18 @@ def _output_of(*command: str, folder: Path = HERE) -> str:
 
 VERSIONS = """
 import importlib.metadata, platform, torch
+from tests.cluster.gpu_cases import nccl_version
 print("Python", platform.python_version(), "on", platform.platform())
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
-print("NCCL", *torch.cuda.nccl.version() if torch.version.cuda else ["is not there"])
+print("NCCL", *nccl_version())
 for name in ("ddip", "ipyparallel", "ipykernel", "ipython", "fastai"):
     try: print(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError: print(name, "is not installed")
 """
 
 
-def format_report(run: Run, seconds: float) -> str:
+def format_report(results: list[Result], seconds: float) -> str:
     """Return the whole report as text."""
-    results = list(run.results.values())
     outcomes: dict[str, int] = {}
     for result in results:
         outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1
@@ -235,6 +237,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=HERE / "gpu-report.txt")
     parser.add_argument("--limit", type=float, default=75, help="seconds for each test")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that share the tests")
     parser.add_argument("--minutes", type=float, default=7, help="for all tests; the report says which did not run")
     parser.add_argument("--folder", type=Path, default=HERE, help="that the names of the tests begin in")
     parser.add_argument("tests", nargs="*", default=["tests/cluster/test_gpus.py"])
@@ -244,12 +247,16 @@ def main() -> int:
     tests = [line for line in listed.splitlines() if "::" in line]
     if not tests:
         sys.exit(f"no test was found:\n{listed}")
-    run = Run(tests, arguments.folder, arguments.limit, arguments.minutes * 60)
-    run.all()
-    text = format_report(run, time.monotonic() - began)
+    shares = [tests[i :: arguments.jobs] for i in range(min(arguments.jobs, len(tests)))]
+    runs = [Run(share, arguments.folder, arguments.limit, arguments.minutes * 60) for share in shares]
+    with concurrent.futures.ThreadPoolExecutor(len(runs)) as threads:
+        list(threads.map(Run.all, runs))
+    result_of = {test: result for run in runs for test, result in run.results.items()}
+    results = [result_of[test] for test in tests]
+    text = format_report(results, time.monotonic() - began)
     arguments.report.write_text(text)
     print(text.partition("\n")[0], f"-> {arguments.report}")
-    return int(any(result.outcome not in ("passed", "skipped") for result in run.results.values()))
+    return int(any(result.outcome not in ("passed", "skipped") for result in results))
 
 
 if __name__ == "__main__":

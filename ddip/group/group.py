@@ -856,7 +856,7 @@ class Group:
         values : list[dict[str, object]]
             Copies by name, one dict for each of `ranks`, in their order.
         moved : list[str]
-            Names of objects whose tensors were moved from a GPU to the CPU.
+            Names of objects whose tensors were moved from a GPU to the CPU; of several that share tensors, the first.
 
         Raises
         ------
@@ -912,7 +912,7 @@ class Group:
         values : list[dict[str, object]]
             Copies by name, one dict for each of `ranks`, in their order.
         moved : list[str]
-            Names of objects whose tensors were moved from a GPU to the CPU.
+            Names of objects whose tensors were moved from a GPU to the CPU; of several that share tensors, the first.
 
         Raises
         ------

@@ -10,16 +10,22 @@ A case gets a group and a number of repetitions: a GPU machine has more time tha
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import torch
 
 import ddip
 from ddip.cluster.cluster_api import Recipient
 from ddip.errors import CellError, CellTimeout, GroupError
+from ddip.group.members.placement import Request
 
 from .leftovers import wait_until
 from .rank_errors import raises_on_ranks
@@ -37,6 +43,8 @@ dist.all_reduce(y)
 assert y.tolist() == [10.0 * world_size] * 3, y
 assert kept == rank
 """
+STORAGE = "storage = torch.ones(3, device=device).untyped_storage()"
+"""A storage of its own: of several names that share memory, only the first counts as moved."""
 SLEEP = "if on_gpu: torch.cuda._sleep(int({seconds} * 1.5e9))"
 """A kernel that nothing can stop. It counts cycles of a clock of 1 to 2 GHz."""
 
@@ -52,6 +60,12 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
     """Options of the group."""
     environment: tuple[tuple[str, str], ...] = ()
+
+    def skip_without_app(self) -> None:
+        """Skip the test if the library of the group's app is not installed."""
+        app = dict(self.options).get("app")
+        if app is not None:
+            pytest.importorskip({"fastai": "fastai.vision.all", "hf": "transformers"}.get(str(app), str(app)))
 
 
 CASES: dict[str, Case] = {}
@@ -70,6 +84,16 @@ def gpu_case(
         return function
 
     return register
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the loaded NCCL; torch's own function tells with which one torch was built."""
+    found = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
+    except OSError:  # torch has it inside, or there is none
+        return tuple(torch.cuda.nccl.version()) if torch.version.cuda else (0, 0, 0)
+    return found.value // 10_000, found.value // 100 % 100, found.value % 100
 
 
 def rank_pids(group: ddip.Group) -> list[int]:
@@ -365,7 +389,7 @@ def a_small_cache_is_kept_and_a_large_one_given_back(group: ddip.Group, times: i
 
 @gpu_case(1, 2)
 def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, times: int) -> None:
-    group.run(SET_UP + "storage = x.untyped_storage()\ngenerator = torch.Generator(device=device)")
+    group.run(SET_UP + f"{STORAGE}\ngenerator = torch.Generator(device=device)")
     values, moved = group.pull_all(["x", "storage"], [0])
     assert values[0]["x"].device.type == values[0]["storage"].device.type == "cpu"
     assert sorted(moved) == (["storage", "x"] if runs_on_gpu(group) else [])
@@ -376,7 +400,7 @@ def tensors_arrive_on_the_cpu_and_generators_are_refused(group: ddip.Group, time
 
 @gpu_case(1, 2)
 def a_tensor_is_looked_at_while_a_kernel_runs(group: ddip.Group, times: int) -> None:
-    group.run(SET_UP + "import time\nstorage, begun = x.untyped_storage(), False")
+    group.run(SET_UP + f"import time\n{STORAGE}\nbegun = False")
     moves = ["storage", "x"] if runs_on_gpu(group) else []
     wait = "try: torch.cuda.synchronize() if on_gpu else time.sleep(60)\nexcept KeyboardInterrupt: pass"
     cell = threading.Thread(target=group.run, args=(f"{SLEEP.format(seconds=8)}\nbegun = True\n{wait}",))
@@ -389,3 +413,245 @@ def a_tensor_is_looked_at_while_a_kernel_runs(group: ddip.Group, times: int) -> 
     assert values[0]["x"].tolist() == [1.0] * 3 and values[0]["storage"].device.type == "cpu"
     assert sorted(moved) == moves
     group.run(PROOF)
+
+
+# -- training
+
+
+TRAINING = """
+import hashlib, pickle
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+on_gpu, kept = device.type == "cuda", rank
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1)).to(device)
+net = DDP(model)
+optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=on_gpu)
+torch.manual_seed(rank)
+losses = []
+
+def train(steps, fault=-1):
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(100 * len(losses) + rank)
+        inputs = torch.randn(8, 16, generator=generator).to(device)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16 if on_gpu else torch.bfloat16):
+            loss = net(inputs).square().mean()
+        if rank == fault: raise ValueError("planted")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+
+def state():
+    momentum = [part["momentum_buffer"] for part in optimizer.state.values()]
+    tensors = [t.detach().cpu().numpy().tobytes() for t in [*net.parameters(), *momentum]]
+    draws = torch.rand(2).tolist(), torch.rand(2, device=device).tolist()
+    return losses, scaler.state_dict(), draws, hashlib.sha1(b"".join(tensors)).hexdigest()
+"""
+
+
+def training_states(group: ddip.Group) -> list[tuple[object, ...]]:
+    """Return losses, scale, random draws, and a digest of parameters and momentum of each rank."""
+    group.run("told = state()")
+    return [values["told"] for values in group.pull_all(["told"], range(group.world_size))[0]]
+
+
+@gpu_case(1, 2)
+def training_resumes_from_a_save_as_if_undisturbed(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("train(5)")
+    with tempfile.TemporaryDirectory() as folder:
+        save = str(Path(folder, "save"))
+        group.save(save)
+        group.run("train(10)")
+        undisturbed = training_states(group)
+        group.restart()
+        group.run(TRAINING)
+        group.load(save)
+    group.run("train(10)")
+    assert training_states(group) == undisturbed
+
+
+@gpu_case(2, failure_grace=0.1)
+def training_goes_on_after_a_fault_as_if_undisturbed(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("train(5)")
+    with tempfile.TemporaryDirectory() as folder:
+        save = str(Path(folder, "save"))
+        group.save(save)
+        group.run("train(10)")
+        undisturbed = training_states(group)
+        group.load(save)
+        for fault in (0, 1):
+            with raises_on_ranks({fault: "ValueError"}, {1 - fault: ""}):
+                group.run(f"train(3)\ntrain(1, fault={fault})")
+            group.load(save)
+            group.run("train(10)")
+            assert training_states(group) == undisturbed
+            group.load(save)
+
+
+@gpu_case(2, failure_grace=0.1)
+def state_of_one_rank_is_copied_to_the_others_after_a_fault(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("train(3)")
+    with raises_on_ranks({0: "ValueError"}, {1: ""}):
+        group.run("train(1, fault=0)")
+    group.sync(["net", "optimizer", "scaler"])
+    group.run("train(10)")
+    (_, *first), (_, *second) = [(draws, scale, digest) for _, scale, draws, digest in training_states(group)]
+    assert first == second
+
+
+@gpu_case(2)
+def a_smaller_and_again_larger_group_keeps_rank_0(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("train(3)")
+    group.run("parameters = [p.tolist() for p in model.parameters()]")
+    before, large = group.pull(["parameters", "losses"]), group.request
+    group.change(Request(gpus=(0,)) if runs_on_gpu(group) else Request(1))
+    group.run("assert parameters == [p.tolist() for p in model.parameters()]")
+    assert group.pull(["parameters", "losses"]) == before
+    group.run("train(10)\nassert kept == rank and len(losses) == 13")
+    group.change(large)
+    group.run("if rank == 0: assert kept == rank and len(losses) == 13")
+    group.run(SET_UP + PROOF)
+
+
+@gpu_case(1, 2)
+def sharded_training_resumes_from_a_save(group: ddip.Group, times: int) -> None:
+    set_up = """
+        import torch
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+        mesh = init_device_mesh(device.type, (world_size,))
+        for part in (net[0], net[2]): fully_shard(part, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        def train(steps):
+            for step in range(steps):
+                optimizer.zero_grad()
+                net(torch.full((4, 16), 0.1 * (step + rank), device=device)).square().mean().backward()
+                optimizer.step()
+    """
+    whole = """
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        told = {name: value.tolist() for name, value in get_model_state_dict(net, options=options).items()}
+    """
+    group.run(set_up)
+    group.run("train(3)")
+    with tempfile.TemporaryDirectory() as folder:
+        save = str(Path(folder, "save"))
+        group.save(save, ["net", "optimizer"])
+        group.run(f"train(10){dedent(whole)}")
+        undisturbed = group.pull(["told"])
+        group.restart()
+        group.run(set_up)
+        group.load(save)
+    group.run(f"train(10){dedent(whole)}")
+    assert undisturbed["told"] and group.pull(["told"]) == undisturbed
+
+
+@gpu_case(1, 2, on_cpu=False)
+def a_compiled_model_trains(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("net.compile()\ntrain(3)\nassert all(map(torch.isfinite, map(torch.tensor, losses)))")
+    group.run(PROOF)
+
+
+@gpu_case(1, 2)
+def a_loader_with_workers_and_pinned_memory_feeds_the_ranks(group: ddip.Group, times: int) -> None:
+    group.run(
+        SET_UP
+        + """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+data = TensorDataset(torch.arange(64.0))
+sampler = DistributedSampler(data, shuffle=False)
+total = torch.zeros((), device=device)
+for (batch,) in DataLoader(data, 4, sampler=sampler, num_workers=2, pin_memory=on_gpu):
+    total += batch.to(device, non_blocking=True).sum()
+dist.all_reduce(total)
+assert total.item() == sum(range(64))
+"""
+    )
+    group.run(PROOF)
+
+
+@gpu_case(1, 2)
+def a_profile_has_the_work_of_the_device(group: ddip.Group, times: int) -> None:
+    group.run(TRAINING)
+    group.run("train(2)")
+    with tempfile.TemporaryDirectory() as folder:
+        group.run("train(3)", profile=folder)
+        traces = [path.read_bytes() for path in Path(folder).glob("*.json*")]
+    assert len(traces) >= group.world_size
+    group.run("train(1)")
+
+
+@gpu_case(1, 2, on_cpu=False)
+def the_use_of_each_gpu_is_told(group: ddip.Group, times: int) -> None:
+    group.run(SET_UP + "big = torch.empty(2**30, dtype=torch.uint8, device=device)")
+    assert all((info.gpu_allocated or 0) >= 2**30 for info in group.info())
+    pytest.importorskip("pynvml")
+    for vitals in group.vitals():
+        assert vitals.gpu_use is not None and (vitals.gpu_memory or 0) >= 2**30, vitals
+
+
+# -- frameworks
+
+
+@gpu_case(1, 2, app="hf")
+def a_trainer_of_hugging_face_trains_on_the_device(group: ddip.Group, times: int) -> None:
+    group.run("""
+        import tempfile
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        rows = [{"input_ids": ids, "labels": ids} for ids in [torch.arange(12)] * 160]
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder, report_to="none", save_strategy="no", logging_steps=5, disable_tqdm=True,
+                per_device_train_batch_size=4, num_train_epochs=1, learning_rate=0.01)
+            trainer = Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)), arguments, train_dataset=rows)
+            trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        assert next(trainer.model.parameters()).device == device and arguments.device.type == device.type
+        told = losses[-1] < losses[0], [p.tolist() for p in trainer.model.parameters()]
+    """)
+    told = [values["told"] for values in group.pull_all(["told"], range(group.world_size))[0]]
+    assert told[0][0] and told == told[:1] * len(told)
+
+
+@gpu_case(1, 2, app="lightning")
+def a_trainer_of_lightning_trains_on_the_device(group: ddip.Group, times: int) -> None:
+    group.run("""
+        import lightning as L, torch
+        from torch.utils.data import DataLoader, TensorDataset
+        x = torch.randn(160, 8, generator=torch.Generator().manual_seed(1))
+        class Net(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.layers, self.losses = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)), []
+            def training_step(self, batch, index):
+                assert batch[0].device == device
+                loss = (self.layers(batch[0]) - batch[1]).square().mean()
+                self.losses.append(loss.item())
+                return loss
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), 0.01)
+        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+        net = Net()
+        L.Trainer(max_epochs=2, **quiet).fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True).tanh()), 4))
+        told = net.losses[-1] < net.losses[0], [p.tolist() for p in net.parameters()]
+    """)
+    told = [values["told"] for values in group.pull_all(["told"], range(group.world_size))[0]]
+    assert told[0][0] and told == told[:1] * len(told)

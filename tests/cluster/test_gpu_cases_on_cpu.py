@@ -20,5 +20,6 @@ RUNS = [
 @pytest.mark.parametrize(("name", "size"), RUNS)
 def test_case(name: str, size: int, warmed_up: None) -> None:
     case = CASES[name]
+    case.skip_without_app()
     with ddip.Group(size, **dict(case.options)) as group:  # type: ignore[arg-type]
         case.run(group, 1)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 import ddip
@@ -19,14 +18,14 @@ from ddip.group.members.placement import SHARES
 
 from .apps import installed_app
 from .environment import environment
-from .gpu_cases import CASES
+from .gpu_cases import CASES, nccl_version
 from .leftovers import wait_until
 from .rank_errors import raises_on_ranks
 
 COUNT = len(gpu_names())
 pytestmark = pytest.mark.skipif(not COUNT, reason="there is no GPU here: nvidia-smi -L lists none")
 
-NCCL = torch.cuda.nccl.version() if dist.is_nccl_available() and torch.version.cuda else (0, 0, 0)
+NCCL = nccl_version()
 IMPLEMENTATIONS = {"nccl": {}, "the former nccl": {"TORCH_DIST_USE_NCCL2": "0"}}
 """torch 2.15 has two implementations and uses the new one by default; earlier versions have one."""
 LAYOUTS = {
@@ -36,7 +35,7 @@ LAYOUTS = {
         [0, 0],
         "cpu:gloo,cuda:nccl",
         f"NCCL {'.'.join(map(str, NCCL))} puts no two ranks on one GPU, 2.30 does",
-        tuple(NCCL) >= (2, 30),
+        NCCL >= (2, 30),
     ),
 }
 """GPUs, backend, and the message if that combination is impossible."""
@@ -68,8 +67,7 @@ def test_case(
     name: str, gpus: list[int], backend: str | None, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    if "app" in dict(case.options):
-        pytest.importorskip("fastai.vision.all")
+    case.skip_without_app()
     for variable, value in {**dict(case.environment), SHARES: "1"}.items():
         monkeypatch.setenv(variable, value)
     with (
@@ -180,9 +178,10 @@ def test_after_running_out_of_memory_reserved_memory_is_freed() -> None:
         group.run("""
             import torch
             kept = rank
+            torch.cuda.set_per_process_memory_fraction(0.1, device)  # others may use this GPU
             def fill():
                 held = []
-                while True: held.append(torch.empty(2**30, device=device))
+                while True: held.append(torch.empty(2**28, device=device))
         """)
         for _ in range(2):
             with pytest.raises(ddip.CellError, match="OutOfMemoryError"):

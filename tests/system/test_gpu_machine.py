@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,3 +141,15 @@ def test_a_hanging_test_is_inspected_and_the_next_one_runs(tmp_path: Path, nothi
     assert done.returncode == 1 and text.startswith("1 ended pytest with exit code 3, 1 failed, 1 hung, 1 passed, in ")
     assert re.search(r"(?s)--- hung: \S+::test_hangs\npid \d+, .*time\.sleep\(1000\)", text)
     assert re.search(r"(?s)--- failed: \S+::test_fails\n.*assert 1 == 2", text)
+
+
+def test_the_library_of_nccl_keeps_one_architecture() -> None:
+    def entry(kind: int, architecture: int, code: bytes) -> bytes:
+        return struct.pack("<HHIQIIII", kind, 0, 32, len(code), 0, 0, 0, architecture) + code
+
+    entries = entry(2, 80, b"eighty!!") + entry(2, 90, b"ninety!!") + entry(1, 90, b"portable")
+    fatbin = wheelhouse.FATBIN + struct.pack("<Q", len(entries)) + entries
+    library = bytearray(b"\x7fELF" + fatbin + b"between" + fatbin + b"end")
+    wheelhouse.keep_architecture(library, 90)
+    assert library.count(b"ninety!!") == 2 and library.startswith(b"\x7fELF") and library.endswith(b"end")
+    assert b"eighty!!" not in library and b"portable" not in library and b"between" in library

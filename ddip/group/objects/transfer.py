@@ -71,7 +71,7 @@ class Transferred:
     size: int = 0
     """Bytes sent to each rank, or received from all."""
     moved: Sequence[str] = ()
-    """Names of objects whose tensors were moved to the CPU."""
+    """Names of objects whose tensors were moved to the CPU; of several that share tensors, the first."""
     along: Sequence[str] = ()
     """Names that were not requested, but which functions read and the receiver lacked."""
 
