@@ -1017,7 +1017,8 @@ class Group:
         names
             Variables to load. Default: all. Random number generators are only loaded with all.
         anyway
-            True to load what another release of Python or torch has saved.
+            True to load what another release of Python or torch has saved, and to leave out variables that cannot be
+            unpickled.
 
         Returns
         -------

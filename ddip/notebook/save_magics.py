@@ -98,7 +98,11 @@ class SaveMagics(GroupMagics):
     @magic_arguments()
     @argument("folder", nargs="?", help="Folder of %%dipsave.")
     @argument("names", nargs="*", help="Variables to load; default: all.")
-    @argument("--anyway", action="store_true", help="Load what another release of Python or torch has saved.")
+    @argument(
+        "--anyway",
+        action="store_true",
+        help="Load what another release of Python or torch has saved, and the rest if a variable cannot be loaded.",
+    )
     @line_magic
     def dipload(self, line: str = "") -> None:
         """Load the variables of %dipsave into all ranks; training continues as if it had not stopped.

@@ -326,6 +326,62 @@ def test_a_value_that_one_rank_cannot_load_changes_nothing(cells: ddip.Group, fo
     cells.run("assert count == 3 and net.weight[0, 0] == 8\ncount = 2\nwith torch.no_grad(): net.weight.fill_(7)")
 
 
+UNREADABLE = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Unreadable:
+    fails = True
+    def __setstate__(self, state):
+        if Unreadable.fails: raise OSError("no such server")
+    def __getstate__(self): return shared
+torch.manual_seed(3)
+shared, before_it = torch.nn.Linear(2, 1), [1, 2]
+a_connection, net = Unreadable(), DDP(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.3)))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+with_a_part = [a_connection]
+losses = []
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+def moments(): return [state["exp_avg"].tolist() for state in optimizer.state.values()]
+"""
+
+
+def test_a_variable_that_cannot_be_loaded_does_not_cost_the_others(warmed_up: None, folder: str) -> None:
+    with ddip.Group(2) as group:
+        group.run(UNREADABLE)
+        group.run("train(3)")
+        group.save(folder)
+        group.run("train(10)")
+        told = "told = losses, [p.tolist() for p in net.parameters()], moments(), torch.rand(3).tolist()"
+        group.run(told)
+        undisturbed = group.pull_all(["told"], [0, 1])[0]
+        group.restart()
+        group.run("net = 'mine'")
+        with pytest.raises(TransferError, match="a_connection cannot be loaded: OSError: no such server.*--anyway"):
+            group.load(folder)
+        group.run("assert net == 'mine' and 'optimizer' not in globals()")
+        assert set(group.load(folder, ["losses", "before_it"])["loaded"]) == {"losses", "before_it"}
+        report = group.load(folder, anyway=True)
+        assert set(report["not_loaded"]) == {"a_connection", "with_a_part"}
+        assert {"net", "optimizer", "shared", "train"} <= set(report["loaded"])
+        group.run("train(10)")
+        group.run(told)
+        assert group.pull_all(["told"], [0, 1])[0] == undisturbed
+
+
+def test_an_object_of_a_package_stays_that_object(cells: ddip.Group, folder: str) -> None:
+    cells.run("from os import environ, sep\nholder = [environ]")
+    cells.save(folder, ["environ", "sep", "holder"])
+    cells.run("del environ, sep, holder")
+    cells.load(folder)
+    cells.run("import os\nassert environ is holder[0] is os.environ and sep == os.sep")
+
+
 def test_a_folder_with_other_files_is_refused(cells: ddip.Group, tmp_path: Path) -> None:
     cells.run(STATE)
     (tmp_path / "notes.txt").touch()

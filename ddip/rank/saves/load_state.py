@@ -11,12 +11,11 @@ saved, without the variables that differed between the ranks; sharded tensors ar
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import signal
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +39,7 @@ from ddip.rank.saves.agreement import (
     gather_objects,
     reason_text,
 )
+from ddip.rank.saves.pickled_parts import PickledParts
 from ddip.rank.saves.save_pickler import Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
 from ddip.rank.saves.tensor_files import TensorReader
@@ -133,15 +133,17 @@ class _Source:
         """Fill DTensors, by the number of their slot."""
         self.reader.read({self.header["slots"][number][0]: tensor for number, tensor in tensors.items()})
 
-    def unpickler(self) -> pickle.Unpickler:
-        """Return an unpickler of all variables, in the order of the header."""
-        buffers = []
-        for name, sizes in self.header["parts"].items():
-            buffers += [self.reader.read_bytes(f"{self.prefix}/{name}/{number}") for number in range(1, len(sizes))]
+    def read_parts(self) -> PickledParts:
+        """Return the pickles of all variables, in the order of the header."""
+        parts = self.header["parts"]
+        buffers = {
+            name: [self.reader.read_bytes(f"{self.prefix}/{name}/{number}") for number in range(1, len(sizes))]
+            for name, sizes in parts.items()
+        }
         stream = self.reader.read_bytes(f"{self.prefix}/{STREAM}")
         if zlib.crc32(stream) != self.header["crc"]:
             raise ValueError(f"{self.version} is damaged: the files have other contents than were written")
-        return pickle.Unpickler(io.BytesIO(stream), buffers=buffers)
+        return PickledParts(stream, {name: sizes[0] for name, sizes in parts.items()}, buffers)
 
 
 def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
@@ -177,7 +179,10 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     loading.use_existing_storages(source.header["places"])
     replaced = _Namespace(variables)
     try:
-        values, kept = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))
+        values, kept, failed = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))
+        if lost := _agree_on_lost(failed, chosen, anyway):
+            not_loaded |= {name: why for name, why in lost.items() if name in chosen}
+            _leave_out(lost, values, replaced, loading, source)
         with _without_interrupts():  # a rank that has agreed to go on must not stop
             do_on_all(lambda: source.read_sharded(loading.sharded))
             _apply_values(loading, values.pop(GRADIENTS), in_place & chosen)
@@ -224,9 +229,10 @@ class _Namespace:
         self._former.setdefault(name, self._variables.get(name, _nothing))
         self._variables[name] = value
 
-    def restore(self) -> None:
-        """Undo all changes."""
-        for name, value in self._former.items():
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Undo the changes of the variables `names`; by default, all."""
+        for name in [*self._former] if names is None else [*self._former.keys() & names]:
+            value = self._former.pop(name)
             if value is _nothing:
                 self._variables.pop(name, None)
             else:
@@ -243,19 +249,20 @@ class _Namespace:
 
 def _unpickle_variables(
     source: _Source, loading: Loading, namespace: _Namespace, chosen: set[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Unpickle all variables and set the chosen ones; return these, and the reasons for kept definitions.
+) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Unpickle all variables and set the chosen ones.
 
-    Raises ValueError, with the variable's name, if one cannot be unpickled.
+    Returns these, the reasons for kept definitions, and the reasons why variables could not be unpickled.
     """
-    values, kept, unpickler = dict[str, Any](), dict[str, str](), source.unpickler()
+    values, kept, failed, parts = dict[str, Any](), dict[str, str](), dict[str, str](), source.read_parts()
     token = save_pickler.current.set(loading)
     try:
         for name in source.header["parts"]:
             try:
-                value = unpickler.load()
+                value = parts.load(name)
             except Exception as error:
-                raise ValueError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+                failed[name] = f"{type(error).__name__}: {error}"
+                continue
             if name == GRADIENTS:
                 values[name] = value
             elif name in chosen:
@@ -267,7 +274,42 @@ def _unpickle_variables(
                 namespace.set(name, value)  # code of the next object may read it
     finally:
         save_pickler.current.reset(token)
-    return values, kept
+    return values, kept, failed
+
+
+def _agree_on_lost(failed: dict[str, str], chosen: set[str], anyway: bool) -> dict[str, str]:
+    """Return the variables that a rank could not unpickle, with the reasons, the same on all ranks.
+
+    Raises AgreedError if one was to be loaded, unless `anyway` is set.
+    """
+    of_ranks = gather_objects(failed)
+    lost: dict[str, str] = {}
+    for rank, failures in enumerate(of_ranks):
+        for name, why in failures.items():
+            on_all = all(name in others for others in of_ranks)
+            lost.setdefault(name, why if on_all else f"{why} (on rank {rank})")
+    wanted = next((name for name in lost if name in chosen or name == GRADIENTS), None)
+    if wanted is not None and not anyway:
+        what = "a gradient" if wanted == GRADIENTS else wanted
+        raise AgreedError(f"{what} cannot be loaded: {lost[wanted]}; --anyway loads the other variables")
+    return lost
+
+
+def _leave_out(
+    lost: dict[str, str], values: dict[str, Any], replaced: _Namespace, loading: Loading, source: _Source
+) -> None:
+    """Load the other variables; raise AgreedError if one of those that are left out has a DDP model."""
+    do_on_all(lambda: _ensure_all_wrappers(lost, loading, source))
+    for name in lost:
+        values.pop(name, None)
+    replaced.restore(lost)
+    loading.chosen.difference_update(lost)
+    values.setdefault(GRADIENTS, [])
+
+
+def _ensure_all_wrappers(lost: dict[str, str], loading: Loading, source: _Source) -> None:
+    if len(loading.wrappers) != len(source.header["buckets"]):
+        raise ValueError(f"{', '.join(lost)} cannot be loaded: {[*lost.values()][0]}")
 
 
 def _is_other_definition(own: Any, saved: Any) -> bool:
@@ -293,7 +335,7 @@ def _without_interrupts() -> Iterator[None]:
 
 def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_place: set[str]) -> None:
     """Fill the existing objects, complete the new ones, and set the gradients of both."""
-    for step in (*loading.fills, *loading.completions):
+    for step in (*(fill for keys, fill in loading.fills if loading.is_chosen(keys)), *loading.completions):
         step()
     for key, value in loading.existing.items():
         if key.variable in in_place and isinstance(value, torch.nn.Parameter):

@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddip.protocol.objects import pickling
 from ddip.rank.inspection import kinds
 from ddip.rank.objects import reducers
+from ddip.rank.saves.imported import Origin, import_object
 from ddip.sharded.layout import DTensor, Layout
 
 PARALLEL_SETTINGS = (
@@ -99,10 +100,11 @@ class SavePickler(pickling.Pickler):
         file: io.BytesIO,
         buffers: list[pickle.PickleBuffer],
         keys: Mapping[int, Keys],
+        imported: Mapping[int, Origin],
         left_out: Collection[str] = (),
     ) -> None:
         super().__init__(file, buffers)
-        self._keys, self._left_out = keys, left_out
+        self._keys, self._imported, self._left_out = keys, imported, left_out
         self.slots: list[Slot] = []
         self.wrappers: list[Any] = []
         """DDP wrappers, which a load creates in this order on all ranks."""
@@ -118,6 +120,8 @@ class SavePickler(pickling.Pickler):
         """Number of the slot of a storage, by the storage's ``_cdata``."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._imported:
+            return import_object, self._imported[id(obj)]
         keys = self._keys.get(id(obj), ())
         if keys and all(key.variable in self._left_out for key in keys):
             raise pickle.PicklingError(f"it holds a part of {keys[0].variable}, which cannot be saved")
@@ -311,12 +315,12 @@ class Loading:
     """Loaded storages by the number of their slot."""
     existing: Mapping[Key, Any]
     """Objects of the session that are used instead of new ones."""
-    chosen: Collection[str]
+    chosen: set[str]
     """Names of the variables to load; existing objects of others stay as they are."""
     sharded: dict[int, Any] = field(default_factory=dict)
     """DTensors to read, by the number of their slot."""
-    fills: list[Callable[[], object]] = field(default_factory=list)
-    """Changes of existing objects, made when everything could be loaded."""
+    fills: list[tuple[Keys, Callable[[], object]]] = field(default_factory=list)
+    """Changes of the existing objects at these keys, made when everything could be loaded."""
     completions: list[Callable[[], object]] = field(default_factory=list)
     """Steps on new objects, made when everything could be loaded."""
     wrappers: list[Any] = field(default_factory=list)
@@ -342,8 +346,7 @@ class Loading:
 
     def fill_later(self, keys: Keys, step: Callable[[], object]) -> None:
         """Fill the existing object at `keys` by `step` when everything could be loaded, if it is to be loaded."""
-        if self.is_chosen(keys):
-            self.fills.append(step)
+        self.fills.append((keys, step))
 
     def remove_reducers(self, is_unused: Callable[[Keys], bool]) -> None:
         """Remove the reducers of new DDP wrappers for which `is_unused` is true.

@@ -15,6 +15,7 @@ from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import PRIVATE_NAMES
 from ddip.rank.saves.agreement import reason_text
+from ddip.rank.saves.imported import find_imported
 from ddip.rank.saves.save_pickler import Key, Keys, SavePickler, is_fully_sharded, is_of_torch
 
 GRADIENTS = "<gradients>"
@@ -158,11 +159,11 @@ class Packed:
 
 def pack_variables(variables: Mapping[str, Any]) -> Packed:
     """Pickle `variables` and their gradients with one memo, without variables that cannot be pickled."""
-    keys = group_keys(find_keys(variables))
+    keys, imported = group_keys(find_keys(variables)), find_imported(variables)
     left_out: dict[str, str] = {}
     order = list(variables)
     while True:  # a pickler cannot be used again after an error
-        graph, name = Graph(lambda file, buffers: SavePickler(file, buffers, keys, left_out)), ""
+        graph, name = Graph(lambda file, buffers: SavePickler(file, buffers, keys, imported, left_out)), ""
         rest = [name for name in order if name not in left_out]
         try:
             for name in rest:
@@ -171,7 +172,7 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
             left_out[name] = reason_text(error)
             for other in rest[rest.index(name) + 1 :]:
                 try:
-                    Graph(lambda file, buffers: SavePickler(file, buffers, keys)).add(other, variables[other])
+                    Graph(lambda file, buffers: SavePickler(file, buffers, keys, imported)).add(other, variables[other])
                 except Exception as other_error:
                     left_out[other] = reason_text(other_error)
             continue
