@@ -513,12 +513,14 @@ class Lifecycle:
             try:
                 parts.manager.ensure_connected(self.spec)
                 lost_objects = parts.manager.leave(deadline)
-                parts.manager.join(self.spec, self.options.collect, deadline)
+                if not parts.ranks.gpu_lost:
+                    parts.manager.join(self.spec, self.options.collect, deadline)
             except PartitionError:
                 parts.manager.ensure_released()
                 raise
             except GroupError as error:
                 raise GroupError(f"the group could not be rebuilt: {self._blame(error)}") from None
+            parts.ranks.ensure_no_gpu_lost()
             self._reported = ""
             parts.fitness.unfit.clear()
             revival.revive_objects(parts.ranks, parts.manager, lost_objects)

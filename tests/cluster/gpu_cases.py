@@ -60,6 +60,8 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
     """Options of the group."""
     environment: tuple[tuple[str, str], ...] = ()
+    on_shared: bool = True
+    """True if two ranks may share a GPU."""
 
     def skip_without_app(self) -> None:
         """Skip the test if the library of the group's app is not installed."""
@@ -72,14 +74,18 @@ CASES: dict[str, Case] = {}
 
 
 def gpu_case(
-    *ranks: int, on_cpu: bool = True, environment: dict[str, str] | None = None, **options: object
+    *ranks: int,
+    on_cpu: bool = True,
+    on_shared: bool = True,
+    environment: dict[str, str] | None = None,
+    **options: object,
 ) -> Callable[[Callable[[ddip.Group, int], None]], Callable[[ddip.Group, int], None]]:
     """Register a function as a case named after it."""
 
     def register(function: Callable[[ddip.Group, int], None]) -> Callable[[ddip.Group, int], None]:
         name = function.__name__ + "".join(f", {key}" for key in environment or ())
         CASES[name] = Case(
-            function, ranks or (1, 2), on_cpu, tuple(options.items()), tuple((environment or {}).items())
+            function, ranks or (1, 2), on_cpu, tuple(options.items()), tuple((environment or {}).items()), on_shared
         )
         return function
 
@@ -600,14 +606,14 @@ def the_use_of_each_gpu_is_told(group: ddip.Group, times: int) -> None:
     group.run(SET_UP + "big = torch.empty(2**30, dtype=torch.uint8, device=device)")
     assert all((info.gpu_allocated or 0) >= 2**30 for info in group.info())
     pytest.importorskip("pynvml")
-    for vitals in group.vitals():
-        assert vitals.gpu_use is not None and (vitals.gpu_memory or 0) >= 2**30, vitals
+    wait_until(lambda: all(vitals.gpu_use is not None for vitals in group.vitals()))  # a thread asks the driver
+    assert all((vitals.gpu_memory or 0) >= 2**30 for vitals in group.vitals())
 
 
 # -- frameworks
 
 
-@gpu_case(1, 2, app="hf")
+@gpu_case(1, 2, app="hf", on_shared=False)  # accelerate uses cuda:LOCAL_RANK
 def a_trainer_of_hugging_face_trains_on_the_device(group: ddip.Group, times: int) -> None:
     group.run("""
         import tempfile

@@ -57,7 +57,7 @@ RUNS = [
     )
     for name, case in CASES.items()
     for layout, (gpus, backend, why, possible) in LAYOUTS.items()
-    if len(gpus) in case.ranks
+    if len(gpus) in case.ranks and (case.on_shared or len({*gpus}) == len(gpus))
     for nccl, variables in IMPLEMENTATIONS.items()
 ]
 

@@ -172,7 +172,7 @@ class ScriptedEngine:
         return [], []
 
     def _leave(self) -> LostObjects:
-        return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+        return {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False, "gpu_lost": ""}
 
     def _add(self, load: int, part: bytes, first: bool, share: bool) -> str:
         self._received[load] = bytearray(part) if first else self._received[load] + part

@@ -140,7 +140,7 @@ def test_an_endless_abort_delays_no_connections_but_prevents_leaving(
         membership.leave_group()
     backend.may_end.set()
     monkeypatch.setattr(membership, "ABORT_SECONDS", 10.0)
-    assert membership.leave_group() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False}
+    assert membership.leave_group() == {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False, "gpu_lost": ""}
 
 
 def test_each_communicator_is_aborted_once(log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

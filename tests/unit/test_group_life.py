@@ -237,6 +237,7 @@ def test_a_change_lists_the_objects_lost_with_the_former_group(
         "meshes": 0,
         "subgroups": 2,
         "rpc": False,
+        "gpu_lost": "",
     }
     group.change(Request(n=1))
     assert "; subgroups that were made before must be recreated" in capsys.readouterr().err
@@ -246,7 +247,13 @@ def test_a_change_lists_the_objects_lost_with_the_former_group(
 def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):
-        engine.answers[on_rank.leave_group.target] = lambda: {"wrappers": 2, "meshes": 0, "subgroups": 1, "rpc": False}
+        engine.answers[on_rank.leave_group.target] = lambda: {
+            "wrappers": 2,
+            "meshes": 0,
+            "subgroups": 1,
+            "rpc": False,
+            "gpu_lost": "",
+        }
         engine.answers[on_rank.revive_wrappers.target] = lambda: 1
     group.script = lambda engine: None
     with pytest.raises(CellError):
@@ -263,6 +270,7 @@ def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -
         "meshes": 0,
         "subgroups": 0,
         "rpc": False,
+        "gpu_lost": "",
     }
     group.engine(1).answers[on_rank.revive_wrappers.target] = raise_error(MemoryError("too little"))
     with pytest.raises(CellError):
@@ -275,6 +283,7 @@ def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -
         "meshes": 0,
         "subgroups": 0,
         "rpc": False,
+        "gpu_lost": "",
     }
     group.run("pass")
 

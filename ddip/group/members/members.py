@@ -168,7 +168,10 @@ class Members:
 
     def note_lost_gpus(self, reports: Mapping[int, CellReport | None]) -> None:
         """Record the ranks whose `reports` say that their GPU is lost, and tell the user."""
-        lost = {rank: report["gpu_lost"] for rank, report in reports.items() if report and "gpu_lost" in report}
+        self.add_lost_gpus({r: report["gpu_lost"] for r, report in reports.items() if report and "gpu_lost" in report})
+
+    def add_lost_gpus(self, lost: Mapping[int, str]) -> None:
+        """Record the ranks that have lost their GPU, with the errors, and tell the user."""
         if lost:
             self.gpu_lost.update(lost)
             notify(self._lost_gpus_text())

@@ -239,12 +239,15 @@ class ProcessGroupManager:
         if not self.healthy:
             self.release()
         self.healthy = False
-        all_counts = self._ranks.ask_each(dict.fromkeys(self._ranks.live, on_rank.leave_group()), deadline)
+        live = self._ranks.live
+        all_counts = self._ranks.ask_each(dict.fromkeys(live, on_rank.leave_group()), deadline)
+        self._ranks.add_lost_gpus({r: c["gpu_lost"] for r, c in zip(live, all_counts, strict=True) if c["gpu_lost"]})
         return {
             "wrappers": max((counts["wrappers"] for counts in all_counts), default=0),
             "meshes": max((counts["meshes"] for counts in all_counts), default=0),
             "subgroups": max((counts["subgroups"] for counts in all_counts), default=0),
             "rpc": any(counts["rpc"] for counts in all_counts),
+            "gpu_lost": "",
         }
 
     def close(self) -> None:

@@ -486,6 +486,7 @@ class RankKernel(CellKernel):
         """Wait for the GPU work of the cell after its code; a GPU error becomes the cell's error."""
         try:
             gpu.finish()
+            membership.ensure_not_cut_off()
         except BaseException as error:
             self.shell.raised, self.shell.raised_at = error, time.time()
             raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,8 @@ RANK_VARIABLES = ("rank", "world_size")
 """Names of the variables that tell a cell which rank it runs on."""
 ABORT_FIRST_SECONDS = 0.5
 """Maximum time that shutting down connections waits for the aborts, which a user's GPU kernel may hold up."""
+LAST_BEGIN_SECONDS, BEGIN_POLL_SECONDS = 0.05, 0.005
+"""Maximum time that an abort waits for an interrupted cell, and the time between two looks whether it begins more."""
 ABORT_SECONDS = 5.0
 """Maximum time of an abort; a rank that exceeds it cannot leave its group."""
 _is_set_up = False
@@ -64,12 +67,14 @@ _released = False
 """True if the group has been released."""
 _wants_rebuild = False
 """True if an app has asked for a rebuild of the group in the running cell."""
-NOTHING_LOST = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
+NOTHING_LOST = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False, gpu_lost="")
 _lost = NOTHING_LOST
 """Objects lost with groups that this rank has left, until they are reported to the user. They are kept because forming
 the next group may fail."""
 _is_joining = threading.Event()
 """Set when this rank begins to join another group after a release."""
+_begun_at_release = 0
+"""Collectives that this rank had begun on the GPU at the last release."""
 _is_cut_off = False
 """True if a release has interrupted the cell, since it cut off work on the GPU or a half-sent gloo message."""
 standing: dict[str, Any] = {}
@@ -238,23 +243,61 @@ def release_group(store: str, connections: list[Ends]) -> bool:
 
 def _abort_on_gpu() -> bool:
     """Begin to abort collectives on the GPU; return whether this cuts off a cell's work."""
-    begun, cut_off = gpu.begun(), gpu.is_under_way()
+    global _begun_at_release
+    _begun_at_release, cut_off = gpu.begun(), gpu.is_under_way()
     if cut_off:
         _interrupt_cell()
+        _wait_while_collectives_begin()
     c10d.abort_collectives()
-    if not cut_off and gpu.begun() > begun:  # a collective began in the meantime
+    if not cut_off and gpu.begun() > _begun_at_release:  # a collective began in the meantime
         cut_off = True
         _interrupt_cell()
-    if cut_off and gpu.state == "under way":  # the work belongs to a cell, not to a request of ddip
+    if gpu.state != "under way":  # the work belongs to a request of ddip, not to a cell
+        return False
+    if cut_off:
         aborted_tensors.add_report(*gpu.last)
-        return True
-    return False
+    else:
+        Guard("a collective that begins now is not noticed until the cell ends").start_thread(
+            "ddip-begins", _interrupt_if_one_begins, _store
+        )
+    return cut_off
+
+
+def _wait_while_collectives_begin() -> None:
+    """Wait briefly until the interrupted cell begins no more collectives: an abort may free what they use."""
+    until, before = time.monotonic() + LAST_BEGIN_SECONDS, -1
+    while before != (before := gpu.begun()) and time.monotonic() < until:
+        time.sleep(BEGIN_POLL_SECONDS)
+
+
+def _interrupt_if_one_begins(store: str) -> None:
+    """Interrupt the running cell if it begins a collective in the aborted group, which does nothing there."""
+    while gpu.state == "under way" and store == _store and not _is_cut_off:
+        if gpu.begun() > _begun_at_release:
+            _interrupt_cell()
+            aborted_tensors.add_report(*gpu.last)
+            return
+        time.sleep(BEGIN_POLL_SECONDS)
+
+
+def ensure_not_cut_off() -> None:
+    """Raise KeyboardInterrupt if a release has cut off the cell's work on the GPU, although its code has ended.
+
+    The interrupt may have been delayed or caught.
+    """
+    if gpu.device.type != "cpu" and _released and (_is_cut_off or gpu.begun() > _begun_at_release):
+        _note_cut_off()
+        raise KeyboardInterrupt
+
+
+def _note_cut_off() -> None:
+    global _is_cut_off
+    _is_cut_off = True
 
 
 def _interrupt_cell() -> None:
     """Interrupt the running cell, if any, since it would continue with undefined results."""
-    global _is_cut_off
-    _is_cut_off = True
+    _note_cut_off()
     shell: Any = get_ipython()
     if shell is not None:
         shell.kernel.interrupt_running_cell()
@@ -289,6 +332,7 @@ def leave_group() -> LostObjects:
     global _ddip_group, _lost
     if not c10d.wait_for_aborts(ABORT_SECONDS):
         raise RuntimeError("the GPU still runs aborted work, possibly a kernel that cannot be stopped")
+    gpu_lost = gpu.find_lost()
     _ddip_group = None
     cells.tidy_error()  # a wrapper that only the frames of the failed cell hold is not lost to the user
     _lost = {
@@ -296,6 +340,7 @@ def leave_group() -> LostObjects:
         "meshes": _lost["meshes"] + meshes.disable_meshes(),
         "subgroups": _lost["subgroups"] + c10d.count_subgroups(),
         "rpc": c10d.has_rpc(),
+        "gpu_lost": gpu_lost,
     }
     c10d.destroy_groups()
     aborted_tensors.leave_group()

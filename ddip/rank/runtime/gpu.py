@@ -138,6 +138,10 @@ class Gpu:
             self.note_figures()
         return self.state
 
+    def find_lost(self) -> str:
+        """Return the error of a context that an aborted collective has made unusable; empty if it is usable."""
+        return self.lost if self._is_used and self._wait_for_state(FAILED_SECONDS) == "lost" else ""
+
     def _wait_for_state(self, seconds: float) -> GpuState:
         """Wait for the GPU for at most `seconds` and return its state; store the error of a lost context."""
         errors: list[RuntimeError] = []
