@@ -2,7 +2,7 @@
 # make test           create the environment, and run the default tests: tests/unit and tests/cluster without grids
 # make test-ten       run all tests ten times, with one core busy
 # make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
-#                     and all grids; ARGS=--eighth for an eighth of the grids, as in CI
+#                     and all grids; ARGS=--sample for a sample, as in CI
 # make test-long      run more tests of the same kinds, which CI leaves out
 # make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's, lowest for
 #                     the lowest versions that setup.cfg allows, between for versions between these and the newest

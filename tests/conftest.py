@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
 PUBLIC_SINCE = {"fully_shard": "2.6", "DTensor": "2.5", "Shard": "2.5", "init_sync": "2.5"}
 """Names of torch that the tests use, and the first version in which they are public."""
+SAMPLED = {"hosts": 3, "system": 3, "frameworks": 3}
+"""With ``--sample``, one test in so many of these folders runs; of grids one in four or eight."""
 MISSING = re.compile(f"(?:import name|no attribute|keyword argument) '({'|'.join(PUBLIC_SINCE)})'")
 
 
@@ -26,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options; ``--spawn`` tests systems on which processes cannot be forked."""
     parser.addoption("--golden", action="store_true", help="write the golden files of the system tests")
     parser.addoption("--every-line", action="store_true", help="test a death at each line of a save, not only at a few")
-    parser.addoption("--eighth", action="store_true", help="run an eighth of the grids, but all pages and notebooks")
+    parser.addoption("--sample", action="store_true", help="run a sample of system tests, frameworks, hosts and grids")
     parser.addoption("--spawn", action="store_true", help="spawn every engine instead of forking it")
     parser.addoption("--no-native", action="store_true", help="turn off the native mechanisms")
 
@@ -84,15 +86,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order and group the tests for the processes that share them.
 
     Tests that share a notebook, or a group of their module, run in one process. Unit tests come last, because they are
-    shortest. With ``--eighth``, seven eighths of the grids are left out.
+    shortest. With ``--sample``, tests of hosts, front ends and frameworks, and grids, are left out.
     """
     if config.getoption("--no-native"):
         for item in items:
             if names := sorted({name for mark in item.iter_markers("native") for name in mark.args}):
                 item.add_marker(pytest.mark.skip(f"needs {', '.join(names)}, which --no-native turns off"))
-    if config.getoption("--eighth"):
-        left_out = [item for item in items if _is_of_other_eighth(item)]
-        items[:] = [item for item in items if not _is_of_other_eighth(item)]
+    if config.getoption("--sample"):
+        left_out = [item for item in items if _is_outside_sample(item)]
+        items[:] = [item for item in items if not _is_outside_sample(item)]
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):
         items.sort(
@@ -102,12 +104,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(_shared_resource(item)))
 
 
-def _is_of_other_eighth(item: pytest.Item) -> bool:
-    """Return True if the test is a grid in the eighths that do not run, decided by its name."""
+def _is_outside_sample(item: pytest.Item) -> bool:
+    """Return True if ``--sample`` leaves the test out, decided by its name."""
     grids = list(item.iter_markers("grid"))  # one of the test, and one of its parameter
-    if all(grid.kwargs.get("in_ci") for grid in grids) or item.path.stem in ("test_pages", "test_notebooks"):
-        return False
-    return zlib.crc32(item.name.encode()) % 8 != 0
+    if item.path.stem in ("test_pages", "test_notebooks"):
+        rate = 4
+    elif not all(grid.kwargs.get("in_ci") for grid in grids):
+        rate = 8
+    else:
+        rate = SAMPLED.get(item.path.parent.name, 4 if grids else 1)
+    return zlib.crc32(item.name.encode()) % rate != 0
 
 
 def _shared_resource(item: pytest.Item) -> str:

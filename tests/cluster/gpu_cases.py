@@ -233,8 +233,13 @@ def a_rank_is_released_amid_many_collectives(group: ddip.Group, times: int) -> N
     for _ in range(2 * times):
         with pytest.raises(CellError, match="ValueError"):
             group.run("if rank == 0: raise ValueError\nfor _ in range(5_000): dist.all_reduce(x)")
-        group.run("x.fill_(1)" + PROOF)
-    assert rank_pids(group) == former
+        try:
+            group.run("x.fill_(1)" + PROOF)
+        except GroupError as error:  # nccl has freed memory that queued collectives still use: Issues.md
+            assert runs_on_gpu(group) and "rank 1 has lost its GPU" in str(error), error
+            assert group.repair() == [1]
+            group.run(f"if rank == 1:\n    kept = rank\n{SET_UP}{PROOF}", ranks=None)
+    assert rank_pids(group)[0] == former[0] and (runs_on_gpu(group) or rank_pids(group) == former)
 
 
 @gpu_case(2, failure_grace=0.0, environment={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})

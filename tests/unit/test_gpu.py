@@ -16,6 +16,8 @@ from ddip.rank.runtime import c10d
 from ddip.rank.runtime import gpu as module
 from ddip.rank.runtime.gpu import Gpu
 
+from ..cluster.leftovers import wait_until
+
 
 class SimulatedGpu(Gpu):
     """A GPU whose progress a test dictates, wait by wait: finished, not finished, or an error."""
@@ -126,6 +128,52 @@ def test_a_collective_that_begins_during_the_abort_is_noticed(
     monkeypatch.setattr(c10d, "abort_collectives", begin_abort)
     assert release_rank(monkeypatch, gpu) is True
     assert "interrupt" in log
+
+
+def test_a_collective_that_begins_after_the_abort_is_noticed(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimulatedGpu(False)
+    gpu.begin_cell()
+    monkeypatch.setattr(membership, "_is_cut_off", False)
+    assert release_rank(monkeypatch, gpu) is False
+    assert "interrupt" not in log
+    gpu.count += 1
+    wait_until(lambda: "interrupt" in log)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_cell_that_was_cut_off_cannot_succeed(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """The interrupt may have been delayed until the end of the cell, or caught by it."""
+    gpu = SimulatedGpu(False)
+    gpu.begin_cell()
+    monkeypatch.setattr(membership, "_is_cut_off", False)
+    monkeypatch.setattr(membership, "_interrupt_cell", membership._note_cut_off)
+    gpu.count = 0 if late else 1
+    assert release_rank(monkeypatch, gpu) is not late
+    gpu.count = 1
+    with pytest.raises(KeyboardInterrupt):
+        membership.ensure_not_cut_off()
+    assert membership._is_cut_off
+
+
+def test_a_cell_without_collectives_survives_a_release(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimulatedGpu(False)
+    gpu.begin_cell()
+    monkeypatch.setattr(membership, "_is_cut_off", False)
+    release_rank(monkeypatch, gpu)
+    membership.ensure_not_cut_off()
+
+
+def test_a_context_that_an_abort_has_broken_is_told_when_the_group_is_left(
+    log: list[str], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release_rank(monkeypatch, SimulatedGpu(RuntimeError("CUDA error: an illegal memory access\nmore")))
+    assert membership.leave_group()["gpu_lost"] == "CUDA error: an illegal memory access"
 
 
 def test_an_endless_abort_delays_no_connections_but_prevents_leaving(

@@ -9,6 +9,7 @@ import pytest
 from ddip.cluster import devices
 from ddip.errors import CellError, GroupError
 from ddip.output.tables.tables import cut_off_text
+from ddip.protocol import on_rank
 
 from .conftest import NewGroup
 
@@ -47,6 +48,23 @@ def test_an_ended_rank_is_not_recommended_as_a_source(new_group: NewGroup, capsy
         group.run("0: die\n1: compute\n2: wait")
     assert caught.value.by_rank[0].name == "RankEnded"
     assert "rank 1: GPU work was cut off" in (stderr := capsys.readouterr().err) and "copy them from rank 2" in stderr
+
+
+def test_a_gpu_that_an_abort_has_broken_is_named_before_the_group_forms(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = new_group(None, gpus="all", failure_grace=0.0)
+    pids = [member.pid for member in group.members]
+    with pytest.raises(CellError):
+        group.run("0: raise ValueError\n1: compute\n2: compute")
+    broken = {"wrappers": 0, "meshes": 0, "subgroups": 0, "rpc": False, "gpu_lost": "CUDA error: an illegal access"}
+    engine = group.engine(1)
+    engine.answers[on_rank.leave_group.target] = lambda: broken
+    with pytest.raises(GroupError, match="^rank 1 has lost its GPU .*illegal access.*--repair"):
+        group.run("pass")
+    assert group.repair() == [1]
+    assert [now == then for now, then in zip([m.pid for m in group.members], pids, strict=True)] == [True, False, True]
+    group.run("pass")
 
 
 def test_only_the_rank_with_a_lost_gpu_is_replaced(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:

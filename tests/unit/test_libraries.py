@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +44,19 @@ def test_with_statements_count_in_libraries_but_not_in_user_code() -> None:
     with lock:
         assert libraries.call_of_with(sys._getframe()) is None
     assert [libraries.call_of_with(frame) for frame in lock.callers[2:]] == [None, None]
+
+
+def test_a_call_without_arguments_is_no_call_of_with() -> None:
+    """Before Python 3.14, each interrupt at ``loss.item()`` was delayed, and on a GPU the cell went on to its end."""
+    found: list[FrameType | None] = []
+    loss = SimpleNamespace(item=partial(signal.raise_signal, signal.SIGALRM))
+    former = signal.signal(signal.SIGALRM, lambda _, frame: found.append(libraries.call_of_with(frame)))
+    try:
+        loss.item()
+        value = loss.item()
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert value is None and found == [None, None]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="no interrupt comes between these instructions")

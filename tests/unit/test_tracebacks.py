@@ -57,6 +57,17 @@ def test_an_interrupted_print_ends_in_code_of_the_user() -> None:
         assert "in users" in text and ("in write_stream" in text) == ("in wait" in text) == shows_output_path
 
 
+def test_a_frame_with_a_file_but_no_module_is_recognized() -> None:
+    """So are those of pyzmq's compiled code since Python 3.12."""
+    compiled: dict[str, Any] = {"error": KeyboardInterrupt()}
+    exec(compile("def send(): raise error", "zmq/backend/cython/_zmq.py", "exec"), compiled)
+    stream: dict[str, Any] = {"__name__": "ipykernel.iostream", "below": compiled["send"]}
+    exec("def flush(): below()", stream)
+    error = exception_of("def users(): below()\nusers()", __name__="__main__", below=stream["flush"])
+    text = "".join(format_error(error, None).traceback)
+    assert "in users" in text and "in send" not in text and "in flush" not in text
+
+
 @pytest.mark.parametrize(
     "rich",
     [lambda: time.sleep(1000), lambda: 1 / 0, lambda: [3], lambda: ["x" * (CHARACTERS + 1)], lambda: sys.exit(), None],

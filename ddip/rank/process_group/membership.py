@@ -36,7 +36,7 @@ from ddip.rank.process_group import (
     setup,
 )
 from ddip.rank.runtime import c10d, descriptors, process_settings, stacks, stores
-from ddip.rank.runtime.gpu import gpu
+from ddip.rank.runtime.gpu import Gpu, gpu
 from ddip.rank.runtime.housekeeping import cells
 
 CHECK = """
@@ -258,7 +258,7 @@ def _abort_on_gpu() -> bool:
         aborted_tensors.add_report(*gpu.last)
     else:
         Guard("a collective that begins now is not noticed until the cell ends").start_thread(
-            "ddip-begins", _interrupt_if_one_begins, _store
+            "ddip-begins", _interrupt_if_one_begins, _store, gpu, _begun_at_release
         )
     return cut_off
 
@@ -270,12 +270,12 @@ def _wait_while_collectives_begin() -> None:
         time.sleep(BEGIN_POLL_SECONDS)
 
 
-def _interrupt_if_one_begins(store: str) -> None:
+def _interrupt_if_one_begins(store: str, watched: Gpu, begun: int) -> None:
     """Interrupt the running cell if it begins a collective in the aborted group, which does nothing there."""
-    while gpu.state == "under way" and store == _store and not _is_cut_off:
-        if gpu.begun() > _begun_at_release:
+    while watched.state == "under way" and _released and store == _store and not _is_cut_off:
+        if watched.begun() > begun:
             _interrupt_cell()
-            aborted_tensors.add_report(*gpu.last)
+            aborted_tensors.add_report(*watched.last)
             return
         time.sleep(BEGIN_POLL_SECONDS)
 

@@ -31,8 +31,10 @@ AGAIN_SECONDS, WITH_AGAIN_SECONDS = 0.02, 0.002
 WITH_SECONDS, ALL_WITH_SECONDS = 0.4, 2.0
 """Longest delay of an interrupt by one ``__enter__`` or ``__exit__``, which normally takes microseconds, and by
 consecutive ones, in a loop that does little else."""
-_CALL_ENTER = bytes((opcode.opmap.get("LOAD_SPECIAL", 0), 0, opcode.opmap.get("CALL", 0), 0))
-"""Bytecode that loads and calls ``__enter__`` since Python 3.14; before, it is one instruction."""
+_CALL_ENTER = b""
+"""Bytecode that loads and calls ``__enter__`` since Python 3.14; before, it is one instruction, and this is empty."""
+if "LOAD_SPECIAL" in opcode.opmap:
+    _CALL_ENTER = bytes((opcode.opmap["LOAD_SPECIAL"], 0, opcode.opmap["CALL"], 0))
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 OURS = str(Path(__file__).parents[2])
@@ -70,7 +72,7 @@ def call_of_with(frame: FrameType | None) -> FrameType | None:
 def _is_entering(frame: FrameType) -> bool:
     """Return whether `frame` is at the instruction that calls ``__enter__``; False before Python 3.14."""
     code, position = frame.f_code.co_code, frame.f_lasti
-    return position >= 2 and code[position - 2 : position + 2] == _CALL_ENTER
+    return bool(_CALL_ENTER) and position >= 2 and code[position - 2 : position + 2] == _CALL_ENTER
 
 
 def is_librarys(path: str) -> bool:

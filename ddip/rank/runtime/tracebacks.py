@@ -14,6 +14,7 @@ import ast
 import collections
 import contextlib
 import contextvars
+import re
 import sys
 import time
 import traceback
@@ -310,7 +311,9 @@ def _without_output_path(walked: list[tuple[FrameType, int]]) -> list[tuple[Fram
     """
     end = len(walked)
     for i in reversed(range(len(walked))):
-        package = str(walked[i][0].f_globals.get("__name__")).partition(".")[0]
+        frame = walked[i][0]
+        name = frame.f_globals.get("__name__", frame.f_code.co_filename)  # frames of Cython may have only a file
+        package = re.split("[./]", str(name))[0]
         if package in ("ddip", "ipykernel", "zmq"):
             end = i
         elif package != "traitlets" and package not in sys.stdlib_module_names:

@@ -13,9 +13,6 @@ import pickletools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GETS = ("BINGET", "LONG_BINGET", "GET")
-"""Opcodes of pickle that take an object from the memo."""
-
 
 class PickledParts:
     """The pickles of several variables with one memo, to be read in their order.
@@ -64,7 +61,8 @@ class PickledParts:
         return sum(opcode == "MEMOIZE" for opcode, _ in self._opcodes(name))
 
     def _lost_part_of(self, name: str) -> str:
-        used = (self._lost.get(int(argument), "") for opcode, argument in self._opcodes(name) if opcode in GETS)
+        """Return the failed variable of which `name` holds a part, by the opcodes that take objects from the memo."""
+        used = (self._lost.get(int(argument), "") for opcode, argument in self._opcodes(name) if opcode.endswith("GET"))
         return next(filter(None, used), "")
 
     def _skip(self, name: str) -> None:
