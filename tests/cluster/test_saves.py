@@ -374,12 +374,17 @@ def test_a_variable_that_cannot_be_loaded_does_not_cost_the_others(warmed_up: No
         assert group.pull_all(["told"], [0, 1])[0] == undisturbed
 
 
-def test_an_object_of_a_package_stays_that_object(cells: ddip.Group, folder: str) -> None:
-    cells.run("from os import environ, sep\nholder = [environ]")
-    cells.save(folder, ["environ", "sep", "holder"])
-    cells.run("del environ, sep, holder")
+def test_objects_of_packages_are_saved_by_name_if_they_cannot_be_copied(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import os, reprlib
+        from logging import lastResort
+        from reprlib import aRepr
+        aRepr.maxlist, holder = 3, [lastResort]
+    """)
+    assert not cells.save(folder, ["lastResort", "aRepr", "holder"])["left_out"]
+    cells.run("del lastResort, holder\naRepr.maxlist = 6")
     cells.load(folder)
-    cells.run("import os\nassert environ is holder[0] is os.environ and sep == os.sep")
+    cells.run("import logging\nassert lastResort is holder[0] is logging.lastResort and aRepr.maxlist == 3")
 
 
 def test_a_folder_with_other_files_is_refused(cells: ddip.Group, tmp_path: Path) -> None:
