@@ -104,6 +104,8 @@ def keep_architecture(library: bytearray, architecture: int) -> None:
         at, end = begin + 16, begin + 16 + length
         while at < end <= len(library):
             kind, _, header, size = struct.unpack_from("<HHIQ", library, at)
+            if not header or at + header + size > end:  # padding, or no fatbin
+                break
             (built_for,) = struct.unpack_from("<I", library, at + 28)
             if (kind, built_for) == (2, architecture):
                 kept += size

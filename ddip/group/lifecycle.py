@@ -478,6 +478,7 @@ class Lifecycle:
             with stopping.note_presses():
                 former = ranks.members, self.request, self.spec
                 lost_objects = None if new else self._leave(deadline)
+                ranks.ensure_no_gpu_lost()
                 self._request, self.spec = request, spec
                 parts.new_ranks.set_members(members)
                 parts.app.choose(request.app)

@@ -374,6 +374,54 @@ def test_a_variable_that_cannot_be_loaded_does_not_cost_the_others(warmed_up: No
         assert group.pull_all(["told"], [0, 1])[0] == undisturbed
 
 
+UNREADABLE_CLASS = """
+import torch
+class Unreadable:
+    def __setstate__(self, state): raise OSError("no such server")
+    def __getstate__(self): return 1
+"""
+
+
+def test_an_unreadable_variable_of_one_rank_stops_no_other(cells: ddip.Group, folder: str) -> None:
+    cells.run(f"{UNREADABLE_CLASS}\nkept = 1\nif rank == 0: writer = Unreadable()\nelse: reader = Unreadable()")
+    cells.save(folder)
+    cells.run("kept = 2")
+    with pytest.raises(TransferError, match="cannot be loaded: OSError: no such server"):
+        cells.load(folder)
+    cells.run("assert kept == 2")
+    report = cells.load(folder, anyway=True)
+    assert set(report["not_loaded"]) - {"Unreadable"} == {"writer", "reader"} and "kept" in report["loaded"]
+    cells.run("assert kept == 1")
+
+
+def test_parts_of_a_lost_model_have_saved_values_or_are_lost_too(cells: ddip.Group, folder: str) -> None:
+    cells.run(f"""{UNREADABLE_CLASS}
+model = torch.nn.Linear(2, 1)
+model.extra = Unreadable()
+a_view, adam = model.weight.detach(), torch.optim.Adam(model.parameters())
+with torch.no_grad(): model.weight.fill_(5)
+""")
+    cells.save(folder)
+    cells.run("with torch.no_grad(): model.weight.fill_(-1)")
+    assert cells.load(folder, ["a_view"])["loaded"] == ["a_view"]
+    cells.run("assert a_view.tolist() == [[5, 5]] and model.weight.tolist() == [[-1, -1]]\ndel a_view")
+    report = cells.load(folder, anyway=True)
+    assert set(report["not_loaded"]) - {"Unreadable"} == {"model", "adam"} and "a_view" in report["loaded"]
+    cells.run("assert a_view.tolist() == [[5, 5]] and model.weight.tolist() == [[-1, -1]]")
+    cells.run("assert adam.param_groups[0]['params'][0] is model.weight")
+
+
+def test_gradients_that_are_lost_with_a_variable_are_named(cells: ddip.Group, folder: str) -> None:
+    cells.run(f"""{UNREADABLE_CLASS}
+net, probe = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+probe.extra = Unreadable()
+(net(torch.ones(2)) + probe(torch.ones(2))).sum().backward()
+""")
+    cells.save(folder)
+    report = cells.load(folder, anyway=True)
+    assert set(report["not_loaded"]) - {"Unreadable"} == {"probe", "gradients"} and "net" in report["loaded"]
+
+
 def test_objects_of_packages_are_saved_by_name_if_they_cannot_be_copied(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import os, reprlib
@@ -381,7 +429,7 @@ def test_objects_of_packages_are_saved_by_name_if_they_cannot_be_copied(cells: d
         from reprlib import aRepr
         aRepr.maxlist, holder = 3, [lastResort]
     """)
-    assert not cells.save(folder, ["lastResort", "aRepr", "holder"])["left_out"]
+    assert set(cells.save(folder, ["lastResort", "aRepr", "holder"])["left_out"]) == {"lastResort"}
     cells.run("del lastResort, holder\naRepr.maxlist = 6")
     cells.load(folder)
     cells.run("import logging\nassert lastResort is holder[0] is logging.lastResort and aRepr.maxlist == 3")

@@ -226,9 +226,10 @@ def release_group(store: str, connections: list[Ends]) -> bool:
     Does nothing if this rank has joined another group since. `connections`: those between ranks, to be shut down. Slow
     steps continue on a thread. Returns whether this cuts off work on the GPU, whose results are then undefined.
     """
-    global _released
+    global _released, _begun_at_release
     if store != _store:  # too late: the control thread was delayed, and this rank has joined another group since
         return False
+    _begun_at_release = gpu.begun()  # before it counts as released: the main thread may be at the end of a cell
     _released = True
     _is_joining.clear()
     on_cpu = gpu.device.type == "cpu"
@@ -243,8 +244,7 @@ def release_group(store: str, connections: list[Ends]) -> bool:
 
 def _abort_on_gpu() -> bool:
     """Begin to abort collectives on the GPU; return whether this cuts off a cell's work."""
-    global _begun_at_release
-    _begun_at_release, cut_off = gpu.begun(), gpu.is_under_way()
+    cut_off = gpu.is_under_way()
     if cut_off:
         _interrupt_cell()
         _wait_while_collectives_begin()
@@ -273,7 +273,7 @@ def _wait_while_collectives_begin() -> None:
 def _interrupt_if_one_begins(store: str, watched: Gpu, begun: int) -> None:
     """Interrupt the running cell if it begins a collective in the aborted group, which does nothing there."""
     while watched.state == "under way" and _released and store == _store and not _is_cut_off:
-        if watched.begun() > begun:
+        if watched.begun() > begun and c10d.default_group() is _ddip_group:
             _interrupt_cell()
             aborted_tensors.add_report(*watched.last)
             return
@@ -285,7 +285,9 @@ def ensure_not_cut_off() -> None:
 
     The interrupt may have been delayed or caught.
     """
-    if gpu.device.type != "cpu" and _released and (_is_cut_off or gpu.begun() > _begun_at_release):
+    if gpu.device.type == "cpu" or not _released or c10d.default_group() is not _ddip_group:
+        return
+    if _is_cut_off or gpu.begun() > _begun_at_release:
         _note_cut_off()
         raise KeyboardInterrupt
 

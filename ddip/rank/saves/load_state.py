@@ -15,8 +15,9 @@ import pickle
 import signal
 import types
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from ddip.rank.saves.agreement import (
     reason_text,
 )
 from ddip.rank.saves.pickled_parts import PickledParts
-from ddip.rank.saves.save_pickler import Keys, Loading, load_device
+from ddip.rank.saves.save_pickler import Key, Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
 from ddip.rank.saves.tensor_files import TensorReader
 from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, structure_of, with_same_objects
@@ -175,19 +176,16 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     fitting = sorted(with_same_objects(source.header["identities"], keys, fitting))
     in_place = set.intersection(*map(set, gather_objects(fitting)))
     existing = {key: value for key, value in keys.items() if key.variable in in_place}
-    loading = Loading(do_on_all(source.read_storages), existing, chosen)
-    loading.use_existing_storages(source.header["places"])
     replaced = _Namespace(variables)
+    loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, anyway)
+    not_loaded |= loading.lost
     try:
-        values, kept, failed = do_on_all(lambda: _unpickle_variables(source, loading, replaced, chosen))
-        if lost := _agree_on_lost(failed, chosen, anyway):
-            not_loaded |= {name: why for name, why in lost.items() if name in chosen}
-            _leave_out(lost, values, replaced, loading, source)
         with _without_interrupts():  # a rank that has agreed to go on must not stop
             do_on_all(lambda: source.read_sharded(loading.sharded))
-            _apply_values(loading, values.pop(GRADIENTS), in_place & chosen)
-            for wrapper, buckets in zip(loading.wrappers, source.header["buckets"], strict=True):
-                if contents.use_buckets is not None:
+            _apply_values(loading, values.pop(GRADIENTS, []), in_place & chosen)
+            saved_buckets = source.header["buckets"]
+            if contents.use_buckets is not None and len(loading.wrappers) == len(saved_buckets):
+                for wrapper, buckets in zip(loading.wrappers, saved_buckets, strict=True):
                     contents.use_buckets(wrapper, buckets)
             if not names:
                 process_settings.take_over(source.header["settings"])
@@ -212,6 +210,40 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     }
 
 
+def _unpickle_agreed(
+    source: _Source, existing: Mapping[Key, Any], chosen: set[str], replaced: _Namespace, anyway: bool
+) -> tuple[Loading, dict[str, Any], dict[str, str]]:
+    """Unpickle all variables on all ranks, and set the chosen ones; return also the reasons for kept definitions.
+
+    If some cannot be unpickled, begin again without them: other variables that hold a part of them cannot be loaded
+    either, and may have been read before. Those are removed from `chosen`; raises AgreedError if there are any, unless
+    `anyway` is set.
+    """
+    asked = set[str]().union(*gather_objects(chosen))
+    lost: dict[str, str] = {}
+    while True:
+        loading = Loading(do_on_all(source.read_storages), existing, chosen, lost={**lost})
+        loading.use_existing_storages(source.header["places"])
+        try:
+            values, kept, failed = do_on_all(partial(_unpickle_variables, source, loading, replaced, chosen))
+            more = _agree_on_lost(failed, asked, anyway)
+        except BaseException:
+            replaced.restore()
+            loading.remove_reducers(lambda keys: True)
+            raise
+        if more.keys() <= lost.keys():
+            loading.lost = {_shown(name): why for name, why in lost.items() if name in asked or name == GRADIENTS}
+            return loading, values, kept
+        lost |= more
+        chosen.difference_update(lost)
+        replaced.restore()
+        loading.remove_reducers(lambda keys: True)
+
+
+def _shown(name: str) -> str:
+    return "gradients" if name == GRADIENTS else name
+
+
 def _has_structure(value: Any, structure: str) -> bool:
     """Return whether `value` has this structure, and is no wrapper of a former process group."""
     is_lost = isinstance(value, torch.nn.Module) and any(map(wrappers.is_lost, value.modules()))
@@ -229,10 +261,10 @@ class _Namespace:
         self._former.setdefault(name, self._variables.get(name, _nothing))
         self._variables[name] = value
 
-    def restore(self, names: Collection[str] | None = None) -> None:
-        """Undo the changes of the variables `names`; by default, all."""
-        for name in [*self._former] if names is None else [*self._former.keys() & names]:
-            value = self._former.pop(name)
+    def restore(self) -> None:
+        """Undo all changes."""
+        while self._former:
+            name, value = self._former.popitem()
             if value is _nothing:
                 self._variables.pop(name, None)
             else:
@@ -258,6 +290,10 @@ def _unpickle_variables(
     token = save_pickler.current.set(loading)
     try:
         for name in source.header["parts"]:
+            if name in loading.lost:
+                parts.skip(name)
+                failed[name] = loading.lost[name]
+                continue
             try:
                 value = parts.load(name)
             except Exception as error:
@@ -277,10 +313,10 @@ def _unpickle_variables(
     return values, kept, failed
 
 
-def _agree_on_lost(failed: dict[str, str], chosen: set[str], anyway: bool) -> dict[str, str]:
+def _agree_on_lost(failed: dict[str, str], asked: set[str], anyway: bool) -> dict[str, str]:
     """Return the variables that a rank could not unpickle, with the reasons, the same on all ranks.
 
-    Raises AgreedError if one was to be loaded, unless `anyway` is set.
+    Raises AgreedError if one is among those `asked` for on any rank, unless `anyway` is set.
     """
     of_ranks = gather_objects(failed)
     lost: dict[str, str] = {}
@@ -288,28 +324,10 @@ def _agree_on_lost(failed: dict[str, str], chosen: set[str], anyway: bool) -> di
         for name, why in failures.items():
             on_all = all(name in others for others in of_ranks)
             lost.setdefault(name, why if on_all else f"{why} (on rank {rank})")
-    wanted = next((name for name in lost if name in chosen or name == GRADIENTS), None)
+    wanted = next((name for name in lost if name in asked), None)
     if wanted is not None and not anyway:
-        what = "a gradient" if wanted == GRADIENTS else wanted
-        raise AgreedError(f"{what} cannot be loaded: {lost[wanted]}; --anyway loads the other variables")
+        raise AgreedError(f"{wanted} cannot be loaded: {lost[wanted]}; --anyway loads the other variables")
     return lost
-
-
-def _leave_out(
-    lost: dict[str, str], values: dict[str, Any], replaced: _Namespace, loading: Loading, source: _Source
-) -> None:
-    """Load the other variables; raise AgreedError if one of those that are left out has a DDP model."""
-    do_on_all(lambda: _ensure_all_wrappers(lost, loading, source))
-    for name in lost:
-        values.pop(name, None)
-    replaced.restore(lost)
-    loading.chosen.difference_update(lost)
-    values.setdefault(GRADIENTS, [])
-
-
-def _ensure_all_wrappers(lost: dict[str, str], loading: Loading, source: _Source) -> None:
-    if len(loading.wrappers) != len(source.header["buckets"]):
-        raise ValueError(f"{', '.join(lost)} cannot be loaded: {[*lost.values()][0]}")
 
 
 def _is_other_definition(own: Any, saved: Any) -> bool:
@@ -341,7 +359,7 @@ def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_p
         if key.variable in in_place and isinstance(value, torch.nn.Parameter):
             value.grad = None
     for tensor, gradient, keys in gradients:
-        if loading.find(keys) is None or loading.is_chosen(keys):
+        if loading.existing_at(keys) is None or loading.is_chosen(keys):
             tensor.grad = gradient
 
 

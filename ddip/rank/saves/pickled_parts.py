@@ -44,7 +44,7 @@ class PickledParts:
                 raise ValueError(f"it holds a part of {holder}")
             return self._unpickler.load()
         except Exception:
-            self._skip(name)
+            self.skip(name)
             raise
 
     def _read_from(self, name: str, unpickler_class: Any) -> Any:
@@ -65,8 +65,8 @@ class PickledParts:
         used = (self._lost.get(int(argument), "") for opcode, argument in self._opcodes(name) if opcode.endswith("GET"))
         return next(filter(None, used), "")
 
-    def _skip(self, name: str) -> None:
-        """Continue after `name`; its numbers in the memo are lost."""
+    def skip(self, name: str) -> None:
+        """Continue after `name`, the next variable; its numbers in the memo are lost."""
         at = self._names.index(name)
         first = sum(map(self._memoized, self._names[:at]))
         numbers = range(first, first + self._memoized(name))

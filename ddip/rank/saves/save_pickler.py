@@ -319,6 +319,8 @@ class Loading:
     """Names of the variables to load; existing objects of others stay as they are."""
     sharded: dict[int, Any] = field(default_factory=dict)
     """DTensors to read, by the number of their slot."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Variables that cannot be unpickled, with the reasons."""
     fills: list[tuple[Keys, Callable[[], object]]] = field(default_factory=list)
     """Changes of the existing objects at these keys, made when everything could be loaded."""
     completions: list[Callable[[], object]] = field(default_factory=list)
@@ -328,15 +330,30 @@ class Loading:
     new_wrappers: list[tuple[Any, Keys]] = field(default_factory=list)
 
     def find(self, keys: Keys) -> Any:
-        """Return the object of the session to use instead of a new one; None for a new one."""
+        """Return the object of the session to use instead of a new one; None for a new one.
+
+        Raises ValueError if only variables that cannot be unpickled have the object.
+        """
+        if keys and all(key.variable in self.lost for key in keys):
+            raise ValueError(f"it holds a part of {keys[0].variable}")
+        return self.existing_at(keys)
+
+    def existing_at(self, keys: Keys) -> Any:
+        """Return the object of the session at one of `keys`, or None."""
         return next((self.existing[key] for key in keys if key in self.existing), None)
 
     def use_existing_storages(self, places: Mapping[Keys, tuple[int, Place]]) -> None:
         """Let new tensors that share the memory of an existing one use its storage, which is filled later."""
         storages = dict(self.storages)
         for keys, (slot, place) in places.items():
-            old, new = self.find(keys), self.storages[slot]
-            if old is None or storages[slot] is not new or not kinds.is_plain(old) or place_of(old) != place:
+            old, new = self.existing_at(keys), self.storages[slot]
+            if (
+                old is None
+                or not self.is_chosen(keys)
+                or storages[slot] is not new
+                or not kinds.is_plain(old)
+                or place_of(old) != place
+            ):
                 continue
             storage = old.untyped_storage()
             if storage.nbytes() == new.nbytes() and storage.device == new.device:

@@ -20,6 +20,7 @@ from ddip.rank.saves.save_pickler import Key, Keys, SavePickler, is_fully_sharde
 
 GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
+BY_NAME = "only its name was saved, since it is an object of a package and cannot be copied"
 KEYED = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes of objects besides modules that a load fills in place."""
 
@@ -183,5 +184,6 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
         ordered = [*early, *(name for name in rest if name not in early)]
         if ordered == rest:
             notes = dict.fromkeys(pickler.hooked, "torch does not save them; add them again after a load")
+            notes |= {name: BY_NAME for _, name in imported.values() if name in rest}
             return Packed(graph.pickled(), pickler, left_out | notes)
         order = ordered  # code of a class may read them while an object is loaded
