@@ -203,13 +203,13 @@ def _output_of(*command: str, folder: Path = HERE) -> str:
 
 VERSIONS = """
 import importlib.metadata, platform, torch
-from tests.cluster.gpu_cases import nccl_version
 print("Python", platform.python_version(), "on", platform.platform())
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
-print("NCCL", *nccl_version())
 for name in ("ddip", "ipyparallel", "ipykernel", "ipython", "fastai"):
     try: print(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError: print(name, "is not installed")
+from tests.cluster.gpu_cases import nccl_version
+print("NCCL", *nccl_version())
 """
 
 

@@ -27,8 +27,8 @@ from ddip.protocol.reports import (
     Figures,
     Hello,
     IterationFacts,
+    LeaveReport,
     LoadReport,
-    LostObjects,
     PackedObjects,
     Paths,
     Peeked,
@@ -110,7 +110,7 @@ def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]: ...
 
 
 @remote("process_group.membership.leave_group", "leaving the group")
-def leave_group() -> LostObjects: ...
+def leave_group() -> LeaveReport: ...
 
 
 @remote("objects.wrappers.revive_wrappers", "reviving DDP wrappers")

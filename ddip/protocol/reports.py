@@ -197,6 +197,11 @@ class LostObjects(TypedDict):
     subgroups: int
     rpc: bool
     """True if RPC is running; it refers to the processes of the former group."""
+
+
+class LeaveReport(LostObjects):
+    """Report of a rank that has left its group."""
+
     gpu_lost: str
     """Error of a GPU context that is no longer usable; empty if it is."""
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gzip
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -471,15 +472,21 @@ def training_states(group: ddip.Group) -> list[tuple[object, ...]]:
     return [values["told"] for values in group.pull_all(["told"], range(group.world_size))[0]]
 
 
-@gpu_case(1, 2)
-def training_resumes_from_a_save_as_if_undisturbed(group: ddip.Group, times: int) -> None:
+@contextlib.contextmanager
+def saved_training(group: ddip.Group) -> Iterator[tuple[str, list[tuple[object, ...]]]]:
+    """Train five steps, save, and train ten more; yield the save's folder and the states after these ten."""
     group.run(TRAINING)
     group.run("train(5)")
     with tempfile.TemporaryDirectory() as folder:
         save = str(Path(folder, "save"))
         group.save(save)
         group.run("train(10)")
-        undisturbed = training_states(group)
+        yield save, training_states(group)
+
+
+@gpu_case(1, 2)
+def training_resumes_from_a_save_as_if_undisturbed(group: ddip.Group, times: int) -> None:
+    with saved_training(group) as (save, undisturbed):
         group.restart()
         group.run(TRAINING)
         group.load(save)
@@ -489,21 +496,14 @@ def training_resumes_from_a_save_as_if_undisturbed(group: ddip.Group, times: int
 
 @gpu_case(2, failure_grace=0.1)
 def training_goes_on_after_a_fault_as_if_undisturbed(group: ddip.Group, times: int) -> None:
-    group.run(TRAINING)
-    group.run("train(5)")
-    with tempfile.TemporaryDirectory() as folder:
-        save = str(Path(folder, "save"))
-        group.save(save)
-        group.run("train(10)")
-        undisturbed = training_states(group)
-        group.load(save)
+    with saved_training(group) as (save, undisturbed):
         for fault in (0, 1):
+            group.load(save)
             with raises_on_ranks({fault: "ValueError"}, {1 - fault: ""}):
                 group.run(f"train(3)\ntrain(1, fault={fault})")
             group.load(save)
             group.run("train(10)")
             assert training_states(group) == undisturbed
-            group.load(save)
 
 
 @gpu_case(2, failure_grace=0.1)
@@ -601,8 +601,9 @@ def a_profile_has_the_work_of_the_device(group: ddip.Group, times: int) -> None:
     group.run("train(2)")
     with tempfile.TemporaryDirectory() as folder:
         group.run("train(3)", profile=folder)
-        traces = [path.read_bytes() for path in Path(folder).glob("*.json*")]
-    assert len(traces) >= group.world_size
+        traces = [gzip.decompress(path.read_bytes()) for path in Path(folder).glob("rank_*.json.gz")]
+    work = b'"kernel"' if runs_on_gpu(group) else b'"cpu_op"'
+    assert [work in trace for trace in traces] == [True] * group.world_size
     group.run("train(1)")
 
 

@@ -62,6 +62,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Return the actions of a rank on its group, in order."""
     log: list[str] = []
     monkeypatch.setattr(membership, "_store", "the store")
+    monkeypatch.setattr(membership, "_is_cut_off", False)
     monkeypatch.setattr(sockets, "shut_down", lambda *_: log.append("cut"))
     monkeypatch.setattr(membership, "_interrupt_cell", lambda: log.append("interrupt"))
     yield log
@@ -135,7 +136,6 @@ def test_a_collective_that_begins_after_the_abort_is_noticed(
 ) -> None:
     gpu = SimulatedGpu(False)
     gpu.begin_cell()
-    monkeypatch.setattr(membership, "_is_cut_off", False)
     assert release_rank(monkeypatch, gpu) is False
     assert "interrupt" not in log
     gpu.count += 1
@@ -149,7 +149,6 @@ def test_a_cell_that_was_cut_off_cannot_succeed(
     """The interrupt may have been delayed until the end of the cell, or caught by it."""
     gpu = SimulatedGpu(False)
     gpu.begin_cell()
-    monkeypatch.setattr(membership, "_is_cut_off", False)
     monkeypatch.setattr(membership, "_interrupt_cell", membership._note_cut_off)
     gpu.count = 0 if late else 1
     assert release_rank(monkeypatch, gpu) is not late
@@ -164,7 +163,6 @@ def test_a_cell_without_collectives_survives_a_release(
 ) -> None:
     gpu = SimulatedGpu(False)
     gpu.begin_cell()
-    monkeypatch.setattr(membership, "_is_cut_off", False)
     release_rank(monkeypatch, gpu)
     membership.ensure_not_cut_off()
 

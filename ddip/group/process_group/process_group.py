@@ -247,7 +247,6 @@ class ProcessGroupManager:
             "meshes": max((counts["meshes"] for counts in all_counts), default=0),
             "subgroups": max((counts["subgroups"] for counts in all_counts), default=0),
             "rpc": any(counts["rpc"] for counts in all_counts),
-            "gpu_lost": "",
         }
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ def _join_texts(texts: Sequence[str]) -> str:
 def _revival_text(revived: int, lost_wrappers: int, lost_objects: LostObjects) -> str:
     """Describe revived wrappers, and objects that must be recreated, for a message.
 
-    >>> nothing = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False, gpu_lost="")
+    >>> nothing = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
     >>> _revival_text(0, 1, nothing)
     'the wrapper (DDP, FSDP) that was made before must be recreated'
     >>> _revival_text(2, 0, {**nothing, "subgroups": 1})

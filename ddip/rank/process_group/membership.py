@@ -21,7 +21,7 @@ from IPython.core.getipython import get_ipython
 
 from ddip.guard import Guard
 from ddip.protocol.rank_spec import RankSpec, has_nccl
-from ddip.protocol.reports import CellReport, Ends, LostObjects
+from ddip.protocol.reports import CellReport, Ends, LeaveReport, LostObjects
 from ddip.rank import user_namespace
 from ddip.rank.inspection.advice import watch_samplers
 from ddip.rank.native import sockets
@@ -67,14 +67,14 @@ _released = False
 """True if the group has been released."""
 _wants_rebuild = False
 """True if an app has asked for a rebuild of the group in the running cell."""
-NOTHING_LOST = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False, gpu_lost="")
+NOTHING_LOST = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
 _lost = NOTHING_LOST
 """Objects lost with groups that this rank has left, until they are reported to the user. They are kept because forming
 the next group may fail."""
 _is_joining = threading.Event()
 """Set when this rank begins to join another group after a release."""
-_begun_at_release = 0
-"""Collectives that this rank had begun on the GPU at the last release."""
+_begun_before = 0
+"""Collectives that this rank had begun on the GPU when the group was released, or the cell began after that."""
 _is_cut_off = False
 """True if a release has interrupted the cell, since it cut off work on the GPU or a half-sent gloo message."""
 standing: dict[str, Any] = {}
@@ -168,9 +168,10 @@ def begin_cell() -> None:
 
     ``%reset -f`` removes them.
     """
-    global _is_cut_off, _wants_rebuild
+    global _begun_before, _is_cut_off, _wants_rebuild
     _is_cut_off = _wants_rebuild = False
     gpu.begin_cell()
+    _begun_before = gpu.begun_before_cell
     changes.begin_cell()
     names = user_namespace()
     for name, value in standing.items():
@@ -226,10 +227,11 @@ def release_group(store: str, connections: list[Ends]) -> bool:
     Does nothing if this rank has joined another group since. `connections`: those between ranks, to be shut down. Slow
     steps continue on a thread. Returns whether this cuts off work on the GPU, whose results are then undefined.
     """
-    global _released, _begun_at_release
+    global _begun_before, _released
     if store != _store:  # too late: the control thread was delayed, and this rank has joined another group since
         return False
-    _begun_at_release = gpu.begun()  # before it counts as released: the main thread may be at the end of a cell
+    if not _released:
+        _begun_before = gpu.begun()  # before it counts as released: the main thread may be at the end of a cell
     _released = True
     _is_joining.clear()
     on_cpu = gpu.device.type == "cpu"
@@ -249,7 +251,7 @@ def _abort_on_gpu() -> bool:
         _interrupt_cell()
         _wait_while_collectives_begin()
     c10d.abort_collectives()
-    if not cut_off and gpu.begun() > _begun_at_release:  # a collective began in the meantime
+    if not cut_off and gpu.begun() > _begun_before:  # a collective began in the meantime
         cut_off = True
         _interrupt_cell()
     if gpu.state != "under way":  # the work belongs to a request of ddip, not to a cell
@@ -258,7 +260,7 @@ def _abort_on_gpu() -> bool:
         aborted_tensors.add_report(*gpu.last)
     else:
         Guard("a collective that begins now is not noticed until the cell ends").start_thread(
-            "ddip-begins", _interrupt_if_one_begins, _store, gpu, _begun_at_release
+            "ddip-begins", _interrupt_if_one_begins, _store, gpu, _begun_before
         )
     return cut_off
 
@@ -281,13 +283,13 @@ def _interrupt_if_one_begins(store: str, watched: Gpu, begun: int) -> None:
 
 
 def ensure_not_cut_off() -> None:
-    """Raise KeyboardInterrupt if a release has cut off the cell's work on the GPU, although its code has ended.
+    """Raise KeyboardInterrupt if a release has cut off the GPU work of the cell, whose code has ended.
 
-    The interrupt may have been delayed or caught.
+    The interrupt may have been delayed until then, or the cell has caught it.
     """
     if gpu.device.type == "cpu" or not _released or c10d.default_group() is not _ddip_group:
         return
-    if _is_cut_off or gpu.begun() > _begun_at_release:
+    if _is_cut_off or gpu.begun() > _begun_before:
         _note_cut_off()
         raise KeyboardInterrupt
 
@@ -325,10 +327,10 @@ def _shut_down_connections(connections: list[Ends]) -> None:
         sockets.shut_down([*connections, *own, *to_store], setup.listening_ports())
 
 
-def leave_group() -> LostObjects:
+def leave_group() -> LeaveReport:
     """Leave the group, if this rank is in one; the variables are kept.
 
-    Returns the objects lost with this and earlier groups that have not been reported to the user. Raises RuntimeError
+    The report has the objects lost with this and earlier groups that the user does not know of. Raises RuntimeError
     if an abort of nccl has not ended within `ABORT_SECONDS`.
     """
     global _ddip_group, _lost
@@ -342,11 +344,10 @@ def leave_group() -> LostObjects:
         "meshes": _lost["meshes"] + meshes.disable_meshes(),
         "subgroups": _lost["subgroups"] + c10d.count_subgroups(),
         "rpc": c10d.has_rpc(),
-        "gpu_lost": gpu_lost,
     }
     c10d.destroy_groups()
     aborted_tensors.leave_group()
-    return _lost
+    return {**_lost, "gpu_lost": gpu_lost}
 
 
 def forget_lost_objects() -> None:

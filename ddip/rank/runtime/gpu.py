@@ -59,7 +59,7 @@ class Gpu:
         """Stream for copies that do not wait for queued work."""
         self._begun_in_python = 0
         """Collectives, sends and receives begun by Python code, as torch does not count some sends."""
-        self._begun_before_cell = 0
+        self.begun_before_cell = 0
         """Value of `begun` when this cell began."""
 
     @property
@@ -83,7 +83,7 @@ class Gpu:
         self.last, self.waits = (None, 0), False
         if self._is_used:
             self.state = "under way"
-            self._begun_before_cell = self.begun()
+            self.begun_before_cell = self.begun()
 
     def copied(self, obj: Any) -> Any:
         """Return a copy on the CPU of a tensor or storage as it is now, without waiting for queued work.
@@ -110,7 +110,7 @@ class Gpu:
 
     def is_under_way(self) -> bool:
         """Return whether the cell has begun a collective and the GPU is not done, within `LOOK_SECONDS`."""
-        return self.begun() != self._begun_before_cell and self._wait_for_state(LOOK_SECONDS) != "done"
+        return self.begun() != self.begun_before_cell and self._wait_for_state(LOOK_SECONDS) != "done"
 
     def finish(self) -> None:
         """Wait until the GPU has done all work of the cell; raises its errors."""

@@ -28,7 +28,7 @@ LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
 def find_imported(variables: Mapping[str, Any]) -> dict[int, Origin]:
-    """Return the origin of each variable that is an object of the same name in an installed package, by its id.
+    """Return the origin of each variable that is an object of this name in an installed package, by its id.
 
     Objects that can be copied are left out, and so are functions, classes and modules, which are pickled by name.
     """

@@ -177,14 +177,15 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     in_place = set.intersection(*map(set, gather_objects(fitting)))
     existing = {key: value for key, value in keys.items() if key.variable in in_place}
     replaced = _Namespace(variables)
-    loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, anyway)
-    not_loaded |= loading.lost
+    asked = set[str]().union(*gather_objects(chosen))
+    loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, set() if anyway else asked)
+    not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
     try:
         with _without_interrupts():  # a rank that has agreed to go on must not stop
             do_on_all(lambda: source.read_sharded(loading.sharded))
             _apply_values(loading, values.pop(GRADIENTS, []), in_place & chosen)
             saved_buckets = source.header["buckets"]
-            if contents.use_buckets is not None and len(loading.wrappers) == len(saved_buckets):
+            if contents.use_buckets is not None and len(loading.wrappers) == len(saved_buckets):  # none is lost
                 for wrapper, buckets in zip(loading.wrappers, saved_buckets, strict=True):
                     contents.use_buckets(wrapper, buckets)
             if not names:
@@ -211,37 +212,30 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
 
 
 def _unpickle_agreed(
-    source: _Source, existing: Mapping[Key, Any], chosen: set[str], replaced: _Namespace, anyway: bool
+    source: _Source, existing: Mapping[Key, Any], chosen: set[str], replaced: _Namespace, needed: set[str]
 ) -> tuple[Loading, dict[str, Any], dict[str, str]]:
-    """Unpickle all variables on all ranks, and set the chosen ones; return also the reasons for kept definitions.
+    """Unpickle all variables on all ranks and set the chosen ones; return these, and why definitions were kept.
 
-    If some cannot be unpickled, begin again without them: other variables that hold a part of them cannot be loaded
-    either, and may have been read before. Those are removed from `chosen`; raises AgreedError if there are any, unless
-    `anyway` is set.
+    If some cannot be unpickled, begin again without them, as variables that were read before may hold parts of them.
+    They are removed from `chosen`. Raises AgreedError if a `needed` one is lost on any rank.
     """
-    asked = set[str]().union(*gather_objects(chosen))
     lost: dict[str, str] = {}
     while True:
         loading = Loading(do_on_all(source.read_storages), existing, chosen, lost={**lost})
         loading.use_existing_storages(source.header["places"])
         try:
             values, kept, failed = do_on_all(partial(_unpickle_variables, source, loading, replaced, chosen))
-            more = _agree_on_lost(failed, asked, anyway)
+            more = _agree_on_lost(failed, needed)
         except BaseException:
             replaced.restore()
             loading.remove_reducers(lambda keys: True)
             raise
         if more.keys() <= lost.keys():
-            loading.lost = {_shown(name): why for name, why in lost.items() if name in asked or name == GRADIENTS}
             return loading, values, kept
         lost |= more
         chosen.difference_update(lost)
         replaced.restore()
         loading.remove_reducers(lambda keys: True)
-
-
-def _shown(name: str) -> str:
-    return "gradients" if name == GRADIENTS else name
 
 
 def _has_structure(value: Any, structure: str) -> bool:
@@ -313,10 +307,10 @@ def _unpickle_variables(
     return values, kept, failed
 
 
-def _agree_on_lost(failed: dict[str, str], asked: set[str], anyway: bool) -> dict[str, str]:
+def _agree_on_lost(failed: dict[str, str], needed: set[str]) -> dict[str, str]:
     """Return the variables that a rank could not unpickle, with the reasons, the same on all ranks.
 
-    Raises AgreedError if one is among those `asked` for on any rank, unless `anyway` is set.
+    Raises AgreedError if one of them is `needed`.
     """
     of_ranks = gather_objects(failed)
     lost: dict[str, str] = {}
@@ -324,9 +318,8 @@ def _agree_on_lost(failed: dict[str, str], asked: set[str], anyway: bool) -> dic
         for name, why in failures.items():
             on_all = all(name in others for others in of_ranks)
             lost.setdefault(name, why if on_all else f"{why} (on rank {rank})")
-    wanted = next((name for name in lost if name in asked), None)
-    if wanted is not None and not anyway:
-        raise AgreedError(f"{wanted} cannot be loaded: {lost[wanted]}; --anyway loads the other variables")
+    if first := next((name for name in lost if name in needed), ""):
+        raise AgreedError(f"{first} cannot be loaded: {lost[first]}; --anyway loads the other variables")
     return lost
 
 
@@ -353,13 +346,13 @@ def _without_interrupts() -> Iterator[None]:
 
 def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_place: set[str]) -> None:
     """Fill the existing objects, complete the new ones, and set the gradients of both."""
-    for step in (*(fill for keys, fill in loading.fills if loading.is_chosen(keys)), *loading.completions):
+    for step in (*loading.fills, *loading.completions):
         step()
     for key, value in loading.existing.items():
         if key.variable in in_place and isinstance(value, torch.nn.Parameter):
             value.grad = None
     for tensor, gradient, keys in gradients:
-        if loading.existing_at(keys) is None or loading.is_chosen(keys):
+        if loading.find(keys) is None or loading.is_chosen(keys):
             tensor.grad = gradient
 
 

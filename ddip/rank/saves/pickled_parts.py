@@ -61,7 +61,7 @@ class PickledParts:
         return sum(opcode == "MEMOIZE" for opcode, _ in self._opcodes(name))
 
     def _lost_part_of(self, name: str) -> str:
-        """Return the failed variable of which `name` holds a part, by the opcodes that take objects from the memo."""
+        """Return the failed variable of which `name` takes a part from the memo; empty if there is none."""
         used = (self._lost.get(int(argument), "") for opcode, argument in self._opcodes(name) if opcode.endswith("GET"))
         return next(filter(None, used), "")
 

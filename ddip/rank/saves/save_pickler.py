@@ -315,14 +315,14 @@ class Loading:
     """Loaded storages by the number of their slot."""
     existing: Mapping[Key, Any]
     """Objects of the session that are used instead of new ones."""
-    chosen: set[str]
+    chosen: Collection[str]
     """Names of the variables to load; existing objects of others stay as they are."""
     sharded: dict[int, Any] = field(default_factory=dict)
     """DTensors to read, by the number of their slot."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Variables that cannot be unpickled, with the reasons."""
-    fills: list[tuple[Keys, Callable[[], object]]] = field(default_factory=list)
-    """Changes of the existing objects at these keys, made when everything could be loaded."""
+    fills: list[Callable[[], object]] = field(default_factory=list)
+    """Changes of existing objects, made when everything could be loaded."""
     completions: list[Callable[[], object]] = field(default_factory=list)
     """Steps on new objects, made when everything could be loaded."""
     wrappers: list[Any] = field(default_factory=list)
@@ -336,24 +336,16 @@ class Loading:
         """
         if keys and all(key.variable in self.lost for key in keys):
             raise ValueError(f"it holds a part of {keys[0].variable}")
-        return self.existing_at(keys)
-
-    def existing_at(self, keys: Keys) -> Any:
-        """Return the object of the session at one of `keys`, or None."""
         return next((self.existing[key] for key in keys if key in self.existing), None)
 
     def use_existing_storages(self, places: Mapping[Keys, tuple[int, Place]]) -> None:
         """Let new tensors that share the memory of an existing one use its storage, which is filled later."""
         storages = dict(self.storages)
         for keys, (slot, place) in places.items():
-            old, new = self.existing_at(keys), self.storages[slot]
-            if (
-                old is None
-                or not self.is_chosen(keys)
-                or storages[slot] is not new
-                or not kinds.is_plain(old)
-                or place_of(old) != place
-            ):
+            if not self.is_chosen(keys):
+                continue
+            old, new = self.find(keys), self.storages[slot]
+            if old is None or storages[slot] is not new or not kinds.is_plain(old) or place_of(old) != place:
                 continue
             storage = old.untyped_storage()
             if storage.nbytes() == new.nbytes() and storage.device == new.device:
@@ -363,7 +355,8 @@ class Loading:
 
     def fill_later(self, keys: Keys, step: Callable[[], object]) -> None:
         """Fill the existing object at `keys` by `step` when everything could be loaded, if it is to be loaded."""
-        self.fills.append((keys, step))
+        if self.is_chosen(keys):
+            self.fills.append(step)
 
     def remove_reducers(self, is_unused: Callable[[Keys], bool]) -> None:
         """Remove the reducers of new DDP wrappers for which `is_unused` is true.
