@@ -100,7 +100,9 @@ def test_one_rank_steps_over_a_collective_of_all(debugged: Notebook) -> None:
     assert "ddip: rank 0 continues; the prompt is rank 1's" in seen.text
 
 
-@pytest.mark.parametrize("how", ["q", "stop button", "end of input"])
+@pytest.mark.parametrize(
+    "how", ["q", *(pytest.param(how, marks=pytest.mark.grid) for how in ("stop button", "end of input"))]
+)
 def test_leaving_the_prompt_ends_the_cell_everywhere(debugged: Notebook, how: str) -> None:
     answer = {"q": "q", "stop button": debugged.interrupt, "end of input": None}[how]
     seen = debugged.converse("%%dip\nkept = rank\nif rank == 1: breakpoint()\ndist.barrier()\nlate = 1", answer)
@@ -116,6 +118,7 @@ def test_break_on_limits_the_ranks_that_stop(debugged: Notebook) -> None:
     assert "--break-on" in debugged.fails("%%dip --break-on 7\npass").message
 
 
+@pytest.mark.grid(in_ci=True)
 def test_no_alarm_while_the_user_thinks(debugged: Notebook) -> None:
     debugged.ok("%config DipMagics.stall_timeout = 1\n%config DipMagics.failure_grace = 0.2")
     cell = "%%dip --timeout 3\nif rank == 1: breakpoint()\ndist.barrier()\nif rank == 2: time.sleep(0)"

@@ -595,6 +595,7 @@ def test_objects_above_the_comparison_limit_are_mentioned(
     assert "ddip compares only a part of so many objects after a fault" in capsys.readouterr().err
 
 
+@pytest.mark.grid(in_ci=True)
 def test_reading_requests_keep_the_recorded_checksums(cells: ddip.Group) -> None:
     cells.run("""
         from ddip.rank.inspection.state_history import history as recorder
@@ -609,6 +610,7 @@ def test_reading_requests_keep_the_recorded_checksums(cells: ddip.Group) -> None
     run_and_record(cells, "del recorder._schedule")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_state_after_a_sync_keeps_its_checksums(cells: ddip.Group) -> None:
     run_and_record(
         cells,

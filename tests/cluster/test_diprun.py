@@ -145,6 +145,7 @@ def test_a_script_trains_as_under_torchrun_before_and_after_faults(
     assert results_in(folder) == of_torchrun
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stopped_script_trains_again_as_under_torchrun(
     cells: ddip.Group, folder: Path, train: str, of_torchrun: list[Any]
 ) -> None:

@@ -138,6 +138,7 @@ def test_clear_output_arrives(notebook: Notebook) -> None:
     assert "".join(parts) == "1\nTrue2\nFalse"
 
 
+@pytest.mark.grid(in_ci=True)
 def test_figures_are_shown_as_in_the_notebook(notebook: Notebook) -> None:
     shown = notebook.ok("""
         %%dip

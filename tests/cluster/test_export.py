@@ -326,6 +326,7 @@ ODD = [
 """Code that is easy to export wrongly. IPython 7 cannot read ``a = !ls`` on Python 3.12 and later."""
 
 
+@pytest.mark.grid(in_ci=True)
 def test_an_odd_session_gives_equal_values(notebook: Notebook) -> None:
     restart(notebook)
     folder = notebook.folder / "odd"

@@ -109,6 +109,7 @@ def test_breakpoints_of_modules_and_cells_stop(ide: Ide) -> None:
     assert not file.exists()
 
 
+@pytest.mark.grid(in_ci=True)
 def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
     notebook, client = ide.notebook, ide.attach(1)
     notebook.ok("%config DipMagics.stall_timeout = 1\n%config DipMagics.failure_grace = 0.2")
@@ -295,7 +296,9 @@ def test_a_stopped_rank_may_be_killed(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
-@pytest.mark.parametrize("how", ["%makedip -r", "%makedip -k", "restart"])
+@pytest.mark.parametrize(
+    "how", ["%makedip -k", *(pytest.param(how, marks=pytest.mark.grid) for how in ("%makedip -r", "restart"))]
+)
 def test_a_group_ends_with_a_rank_in_the_ide(bare_notebook: Notebook, how: str) -> None:
     bare_notebook.ok("%makedip -n 2")
     ide = Ide(bare_notebook)

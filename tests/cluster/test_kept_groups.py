@@ -129,6 +129,7 @@ def test_a_kernel_attaches_while_a_cell_runs(new_notebook: Callable[[], Notebook
     assert_ended(kept)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_group_ends_when_no_kernel_comes(new_notebook: Callable[[], Notebook]) -> None:
     notebook = new_notebook()
     kept = start(notebook, "--keep 1s -n 2")

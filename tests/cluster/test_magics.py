@@ -526,6 +526,7 @@ def test_a_restart_repeats_a_failed_start(bare_notebook: Notebook) -> None:
     assert "1 rank on the CPU" in bare_notebook.ok("%makedip -r -t 60").text
 
 
+@pytest.mark.grid(in_ci=True)
 def test_magics_of_ipyparallel_disappear_with_the_group(bare_notebook: Notebook) -> None:
     bare_notebook.ok("%makedip -n 1")
     assert "1" in bare_notebook.ok("%px print(world_size)").text

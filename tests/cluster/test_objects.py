@@ -196,6 +196,7 @@ def test_parts_of_sharded_tensors_are_refused(cells: ddip.Group) -> None:
     assert cells.repair() == [1]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_part_of_a_sharded_tensor_is_not_pushed(cells: ddip.Group) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

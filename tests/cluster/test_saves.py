@@ -683,6 +683,7 @@ def test_a_partial_load_changes_nothing_else(cells: ddip.Group, folder: str) -> 
     cells.run("assert net.weight.grad is None and count == 1 and torch.equal(torch.get_rng_state(), state)")
 
 
+@pytest.mark.grid
 def test_hooks_and_own_attributes_of_an_optimizer_are_loaded(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch
@@ -774,6 +775,7 @@ def test_the_end_of_a_group_waits_for_a_background_save(warmed_up: None, folder:
     assert [path.name for path in Path(folder).iterdir()] == ["save-1"]
 
 
+@pytest.mark.grid
 def test_two_sessions_may_save_to_one_folder(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = torch.full((4_000_000,), 1.0)")
     with ddip.Group(2) as group:
@@ -839,6 +841,7 @@ def test_a_loader_with_persistent_workers_keeps_its_sampler(cells: ddip.Group, f
     cells.run("assert loader.sampler is sampler; sampler.set_epoch(1); assert len(list(loader)) == 4; del loader")
 
 
+@pytest.mark.grid
 def test_a_wrapper_that_is_not_loaded_leaves_no_hooks(cells: ddip.Group, folder: str) -> None:
     setup = """
         import torch
@@ -862,6 +865,7 @@ def test_a_wrapper_that_is_not_loaded_leaves_no_hooks(cells: ddip.Group, folder:
         """)
 
 
+@pytest.mark.grid
 def test_a_communication_hook_in_cpp_is_registered_again(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch, torch.distributed as dist

@@ -50,6 +50,7 @@ def test_each_rank_has_its_shard_of_a_model(four_ranks: ddip.Group) -> None:
     assert table.rows[-1][-2:] == [f"{size} B" for size in (seen["held"][-2], seen["held"][-1])]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_ranks_with_equal_shard_shapes_share_a_column(four_ranks: ddip.Group) -> None:
     four_ranks.run("model = both()")
     table = four_ranks.shards("model")

@@ -95,6 +95,7 @@ def test_a_cell_that_fails_or_catches_the_error_reports_them(
     ranks.run(PROOF)
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_a_later_error_reports_aborted_different_collectives(ranks: ddip.Group) -> None:
     with pytest.raises(ddip.CellError, match="(?s)ZeroDivisionError.*different collectives"):
