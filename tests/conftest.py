@@ -20,10 +20,10 @@ TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
 PUBLIC_SINCE = {"fully_shard": "2.6", "DTensor": "2.5", "Shard": "2.5", "init_sync": "2.5"}
 """Names of torch that the tests use, and the first version in which they are public."""
 NOT_SAMPLED = {
-    "system": "below classic compile day dist gpu_machine headless installs kept_page lessons mcp self_harm strangers "
-    "watch",
+    "system": "below classic compile day debugger dist doors gpu_machine headless installs kept_page lessons mcp "
+    "self_harm stopped_changes strangers watch",
     "frameworks": "debugger deepspeed resume written",
-    "hosts": "attach kept_hosts objects rest slurm_groups slurm_lost",
+    "hosts": "attach diprun kept_hosts objects peek rest slurm_groups slurm_lost",
 }
 """Files of these folders that ``--sample`` leaves out. It is by file, since tests of one page follow each other."""
 MISSING = re.compile(f"(?:import name|no attribute|keyword argument) '({'|'.join(PUBLIC_SINCE)})'")
@@ -110,11 +110,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_outside_sample(item: pytest.Item) -> bool:
-    """Return True if ``--sample`` leaves the test out: some files, and most grids, decided by their names."""
-    if item.path.stem.removeprefix("test_") in NOT_SAMPLED.get(item.path.parent.name, "").split():
+    """Return True if ``--sample`` leaves the test out.
+
+    It leaves out some files, all but the first variant of a test of hosts, every other script of the frameworks' table,
+    and most grids, decided by their names.
+    """
+    folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+    if name in NOT_SAMPLED.get(folder, "").split():
         return True
+    indices = item.callspec.indices if hasattr(item, "callspec") else {}
+    if folder == "hosts":
+        return any(indices.values())
+    if name == "table":
+        return indices["script"] % 2 == 0
     grids = list(item.iter_markers("grid"))  # one of the test, and one of its parameter
-    if item.path.parent.name in NOT_SAMPLED or not grids:
+    if folder in NOT_SAMPLED or not grids:
         return False
     is_example = all(grid.kwargs.get("in_ci") for grid in grids) or item.path.stem in ("test_pages", "test_notebooks")
     return zlib.crc32(item.name.encode()) % (4 if is_example else 8) != 0
