@@ -222,7 +222,7 @@ def main() -> None:
         app.initialize([f"--IPKernelApp.{name}={value}" for name, value in ours.items()])
         _keeper = Keeper(app, about["name"], about["seconds"], folder)
         _keeper.shell.extension_manager.load_extension("ddip")
-        find_magics().kept = None  # --keep and --attach are for notebooks
+        find_magics().kept = None  # --keep has no effect here
         _keeper.record_messages()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=current_keeper().end).start())
         log = os.open(folder / kept_folder.LOG, os.O_WRONLY | os.O_CREAT, 0o600)

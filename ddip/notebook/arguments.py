@@ -231,18 +231,6 @@ def parse_time(typed: str, option: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-def without_keep(line: str, time_typed: str) -> str:
-    """Return the ``%makedip`` line without ``--keep`` and its time `time_typed`, for the keeper."""
-    words, rest = shlex.split(line, posix=False), list[str]()
-    while words:
-        word = words.pop(0)
-        if not ("--keep".startswith(word.partition("=")[0]) and word.startswith("--k")):
-            rest.append(word)
-        elif "=" not in word and words and words[0].strip("\"'") == time_typed:
-            words.pop(0)
-    return " ".join(rest)
-
-
 def parse_seconds(typed: str, option: str, least: float) -> float:
     """Parse a number of seconds, which must be at least `least`.
 

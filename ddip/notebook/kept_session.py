@@ -69,7 +69,7 @@ class KeptGroups:
             self._session = KeptSession(self._main, kept, self._forget, is_new=True)
             self._session.run("line", "makedip", line)
             if not self._session.has_group():
-                raise BadInput(f"%makedip --keep {line}: this line starts no group")
+                raise BadInput(f"%makedip {line.strip()}: this line starts no group")
         except BaseException:
             if self._session is not None:
                 self._session.end()

@@ -57,7 +57,7 @@ class DipMagics(Traits):
         super().__init__(shell=shell)
         self._last_request = placement.Request()
         self.kept: KeptGroups | None = None
-        """The kept groups; set when the extension is loaded."""
+        """The kept groups; set when the extension is loaded, and None in the keeper of one."""
         self._has_turned_autodip_off = False
         """True if the last group had %autodip on when -k ended it."""
         self.autodipper = Autodip(shell, lambda: self.local_magics)
@@ -163,8 +163,8 @@ class DipMagics(Traits):
         ranks that can stay keep their variables, and settings that you do not give stay as they are.
         """
         args = arguments.parse_line(self.makedip, "%makedip", line)
-        if args.keep is not None or args.attach is not None:
-            self._start_or_attach(args, line)
+        if self.kept is not None and (args.keep is not None or args.attach is not None):
+            self._start_or_attach(self.kept, args, line)
             return
         is_first = self.group is None
         sets = self._apply_settings(args)
@@ -191,20 +191,18 @@ class DipMagics(Traits):
         if args.info:
             self._print_info()
 
-    def _start_or_attach(self, args: Any, line: str) -> None:
+    def _start_or_attach(self, kept: KeptGroups, args: Any, line: str) -> None:
         """Start a kept group, or attach to one; this notebook must not have a group."""
-        if self.kept is None:
-            raise BadInput(f"%makedip {line.strip()}: --keep and --attach work in notebooks only")
         if self.group is not None and self.group.alive:
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.kill or args.info or args.repair or args.source or args.dry_run:
             raise BadInput(f"%makedip {line.strip()}: leave out -k, -i, --repair and --dry-run beside --keep")
         if args.attach is None:
-            self.kept.start(arguments.without_keep(line, args.keep), arguments.parse_time(args.keep, "--keep"))
+            kept.start(line, arguments.parse_time(args.keep, "--keep"))
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:
-            self.kept.attach(args.attach)
+            kept.attach(args.attach)
 
     def _report_kept(self) -> None:
         """Name the groups of former kernels that still run, and may hold GPUs."""

@@ -87,21 +87,6 @@ def test_an_error_of_the_keeper_keeps_its_class_and_traceback() -> None:
     assert type(error_of({"ename": "ZeroDivisionError", "evalue": ""})).__name__ == "ZeroDivisionError"
 
 
-@pytest.mark.parametrize(
-    ("line", "time", "rest"),
-    [
-        ("--keep -n 2", "30m", "-n 2"),
-        ("-n 2 --keep   2h", "2h", "-n 2"),
-        ("--keep=90s -g all", "90s", "-g all"),
-        ("-g 0 --keep", "30m", "-g 0"),
-        ("--kee 1.5h -a fastai -k", "1.5h", "-a fastai -k"),
-        ('--keep "30m" --slurm "nodes=2 time=30"', "30m", '--slurm "nodes=2 time=30"'),
-    ],
-)
-def test_the_keeper_gets_the_line_without_keep(line: str, time: str, rest: str) -> None:
-    assert arguments.without_keep(line, time) == rest
-
-
 def test_times_have_units() -> None:
     assert [arguments.parse_time(typed, "--keep") for typed in ("90s", "10m", "2h", "5", "1.5h")] == [
         90, 600, 7200, 5, 5400,
