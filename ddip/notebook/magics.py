@@ -5,7 +5,7 @@ IPython treats ``%dip``, and ``%%dip`` below the first line of a cell, as line m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments
@@ -29,26 +29,6 @@ if TYPE_CHECKING:
 PLACES = ("remote", "local", "everywhere")
 
 
-class KeptGroups(Protocol):
-    """Groups that outlive this notebook's kernel (``kept_session.py``)."""
-
-    @property
-    def objects(self) -> Any:
-        """The stand-in for the group in ``%dipush`` and ``%dipull``; None if there is no kept group."""
-
-    def list_free(self) -> list[str]:
-        """Return the names of kept groups that no kernel holds."""
-
-    def start(self, line: str, seconds: float) -> None:
-        """Start the group of the ``%makedip`` `line`, and keep it for `seconds` after this kernel's end."""
-
-    def attach(self, name: str) -> None:
-        """Attach this notebook to the kept group `name`; empty: the only free one."""
-
-    def detach(self) -> None:
-        """Leave the group to its keeper; does nothing if there is none."""
-
-
 @magics_class
 class DipMagics(Traits):
     """``%makedip``, ``%%dip`` and ``%autodip``; holds the settings and the group for the other magics."""
@@ -56,8 +36,8 @@ class DipMagics(Traits):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell=shell)
         self._last_request = placement.Request()
-        self.kept: KeptGroups | None = None
-        """The kept groups; set when the extension is loaded, and None in the keeper of one."""
+        self.kept: Any = None
+        """The `KeptGroups` of this notebook; set when the extension is loaded, and None in a keeper."""
         self._has_turned_autodip_off = False
         """True if the last group had %autodip on when -k ended it."""
         self.autodipper = Autodip(shell, lambda: self.local_magics)
@@ -164,7 +144,7 @@ class DipMagics(Traits):
         """
         args = arguments.parse_line(self.makedip, "%makedip", line)
         if self.kept is not None and (args.keep is not None or args.attach is not None):
-            self._start_or_attach(self.kept, args, line)
+            self._start_or_attach(args, line)
             return
         is_first = self.group is None
         sets = self._apply_settings(args)
@@ -191,18 +171,18 @@ class DipMagics(Traits):
         if args.info:
             self._print_info()
 
-    def _start_or_attach(self, kept: KeptGroups, args: Any, line: str) -> None:
+    def _start_or_attach(self, args: Any, line: str) -> None:
         """Start a kept group, or attach to one; this notebook must not have a group."""
         if self.group is not None and self.group.alive:
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.kill or args.info or args.repair or args.source or args.dry_run:
             raise BadInput(f"%makedip {line.strip()}: leave out -k, -i, --repair and --dry-run beside --keep")
         if args.attach is None:
-            kept.start(line, arguments.parse_time(args.keep, "--keep"))
+            self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:
-            kept.attach(args.attach)
+            self.kept.attach(args.attach)
 
     def _report_kept(self) -> None:
         """Name the groups of former kernels that still run, and may hold GPUs."""
