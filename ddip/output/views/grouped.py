@@ -8,51 +8,24 @@ from dataclasses import dataclass
 from ddip.errors import RankError, ranks_text
 from ddip.output.area import CellOutputArea, flush_streams
 from ddip.output.page.bundles import comparable_items
-from ddip.output.transcript import Bundle, Display, RankTranscript, Text, add_label, is_ours, plain_of
+from ddip.output.transcript import Bundle, Display, RankTranscript, Text, is_ours, plain_of
+from ddip.output.views.views import TranscriptView
 
 
-class Grouped:
+class Grouped(TranscriptView):
     """A view with one section per rank at the end of the cell; ranks with equal output share a section."""
 
     def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
-        self._page = page
+        super().__init__(page, ranks, limit)
         self._limit = limit
-        self._sections = {rank: RankTranscript(limit) for rank in ranks}
         self._closed = False
         self._bars: set[str] = set()
         """Display IDs of the bars on the page."""
-
-    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Keep the text until the cell has ended."""
-        self._sections[rank].text(stream, text, line, cut)
-
-    def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
-        """Keep the display until the cell has ended."""
-        self._sections[rank].display(data, metadata, display_id)
 
     def update(self, rank: int, data: Bundle, metadata: Bundle, display_id: str) -> None:
         """Change a display that is kept, or a bar that is on the page."""
         if not self._sections[rank].update(data, metadata, display_id) and display_id in self._bars:
             self._page.show(data, metadata, display_id, update=True)
-
-    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """Keep the value of the last line, with its label."""
-        self._sections[rank].display(add_label(f"Out[{number}]:", data), metadata)
-
-    def clear(self, rank: int, wait: bool) -> None:
-        """Clear the output of the rank, at once or before its next output."""
-        self._sections[rank].clear(wait)
-
-    def widget_closed(self, rank: int, model: str) -> None:
-        """Remove a closed widget from the output that is kept."""
-        self._sections[rank].close_widget(model)
-
-    def section(self, rank: int) -> RankTranscript:
-        """Return the transcript of the rank."""
-        return self._sections[rank]
-
-    def ended(self, rank: int, failed: bool) -> None:
-        """Do nothing: this view shows no output while the cell runs."""
 
     def draw(self) -> None:
         """Show late output; do nothing while the cell runs."""

@@ -10,12 +10,16 @@ from ddip.output.page.bundles import only_loads_library
 from ddip.output.transcript import WIDGET, Bundle, add_label, is_ours, own_id
 from ddip.output.views.below import label_of
 from ddip.output.views.live import Finished, LiveStream, ThrottledDisplay
+from ddip.output.views.views import View
 
 COLOURS = (36, 35, 33, 32, 34, 31)
 
 
-class Labels:
-    """A view that prints whole lines, each labelled with its rank; bars change in place, one per rank."""
+class Labels(View):
+    """A view that prints whole lines, each labelled with its rank; bars change in place, one per rank.
+
+    The output of a single rank cannot be cleared in it.
+    """
 
     def __init__(self, page: CellOutputArea, limit: int) -> None:
         self._page = page
@@ -105,16 +109,10 @@ class Labels:
             self._erase()
             self._page.show(*self._values.pop(rank))
 
-    def clear(self, rank: int, wait: bool) -> None:
-        """Do nothing: the output of a single rank cannot be cleared in this view."""
-
     def widget_closed(self, rank: int, model: str) -> None:
         """Remove a closed widget and its label."""
         for display_id in self._widgets.pop(model, ()):
             self._page.show(GONE, None, display_id, update=True)
-
-    def section(self, rank: int) -> None:
-        """Return None: this view keeps no output."""
 
     def ended(self, rank: int, failed: bool) -> None:
         """Print the rank's last lines, even without a newline."""

@@ -20,8 +20,9 @@ from ddip.output.page.bundles import LIVE_CHARACTERS, comparable_items, fits_in_
 from ddip.output.page.colours import to_html
 from ddip.output.page.tab_page import Tab
 from ddip.output.terminal_text import strip_escapes
-from ddip.output.transcript import WIDGET, Bundle, Display, RankTranscript, add_label, is_ours, own_id, plain_of
+from ddip.output.transcript import WIDGET, Bundle, Display, is_ours, own_id, plain_of
 from ddip.output.views.below import Below, can_move
+from ddip.output.views.views import TranscriptView
 
 REDRAW_SECONDS = 0.1
 """Minimum seconds between two updates of the tabs."""
@@ -29,12 +30,11 @@ REDRAW_BYTES = 300_000
 """Maximum bytes per second of updates: Jupyter's server drops messages above a rate, 1 MB/s by default."""
 
 
-class Tabs:
+class Tabs(TranscriptView):
     """A view with one tab per rank; at the end of the cell, ranks with equal output share one."""
 
     def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
-        self._page = page
-        self._sections = {rank: RankTranscript(limit) for rank in ranks}
+        super().__init__(page, ranks, limit)
         self._html: dict[int, str] = {}
         self._running = set(ranks)
         self._failed: set[int] = set()
@@ -55,10 +55,6 @@ class Tabs:
 
     # -- output of a rank
 
-    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
-        """Add text of a stream to the rank's tab."""
-        self._sections[rank].text(stream, text, line, cut)
-
     def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
         """Show a bundle in the tab if plain HTML can show it, else below the tabs with a label."""
         section = self._sections[rank]
@@ -73,23 +69,15 @@ class Tabs:
         elif not is_ours(display_id):  # a ddip ID that is not found belongs to a closed bar
             self._page.show(data, metadata, own_id(rank, display_id), update=True)
 
-    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
-        """Show the value of the cell's last line with a label."""
-        self.display(rank, add_label(f"Out[{number}]:", data), metadata, None)
-
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the rank's output, at once or before its next output."""
-        self._sections[rank].clear(wait)
+        super().clear(rank, wait)
         self._draw_below()
 
     def widget_closed(self, rank: int, model: str) -> None:
         """Remove a closed widget."""
-        self._sections[rank].close_widget(model)
+        super().widget_closed(rank, model)
         self._draw_below()
-
-    def section(self, rank: int) -> RankTranscript:
-        """Return the transcript of the rank."""
-        return self._sections[rank]
 
     def ended(self, rank: int, failed: bool) -> None:
         """Mark the rank as finished, or failed."""

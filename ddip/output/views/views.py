@@ -1,9 +1,9 @@
-"""The interface of views of a cell's output, and the simplest view: one rank, shown live."""
+"""The base classes of views of a cell's output, and the simplest view: one rank, shown live."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from ddip.errors import RankError
 from ddip.output.area import CellOutputArea, flush_streams
@@ -15,8 +15,8 @@ Beside: TypeAlias = Callable[[], Bundle]
 """Returns additional MIME forms of a cell's whole output, sent with its HTML."""
 
 
-class View(Protocol):
-    """The layout of the output of a cell's ranks."""
+class View:
+    """The layout of the output of a cell's ranks; a method that a view does not override does nothing."""
 
     def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
         """Add `text` of a stream; if `line` is given, it replaces the stream from there on (``Screen.jump``).
@@ -40,9 +40,6 @@ class View(Protocol):
     def widget_closed(self, rank: int, model: str) -> None:
         """Remove the widget `model`, which the rank has closed."""
 
-    def section(self, rank: int) -> RankTranscript | None:
-        """Return the transcript of the rank; None if the view keeps none."""
-
     def ended(self, rank: int, failed: bool) -> None:
         """Mark the rank as finished with the cell."""
 
@@ -51,9 +48,42 @@ class View(Protocol):
 
     def close(self, errors: Mapping[int, RankError], note: str) -> bool:
         """Show the rest of the output at the end of the cell; return True if `errors` and `note` are shown."""
+        return False
 
 
-class Plain:
+class TranscriptView(View):
+    """A view that keeps the output of each rank in a transcript."""
+
+    def __init__(self, page: CellOutputArea, ranks: Sequence[int], limit: int) -> None:
+        self._page = page
+        self._sections = {rank: RankTranscript(limit) for rank in ranks}
+
+    def text(self, rank: int, stream: str, text: str, line: int | None, cut: int = 0) -> None:
+        """Add text of a stream to the rank's transcript."""
+        self._sections[rank].text(stream, text, line, cut)
+
+    def display(self, rank: int, data: Bundle, metadata: Bundle, display_id: str | None) -> None:
+        """Add a bundle to the rank's transcript."""
+        self._sections[rank].display(data, metadata, display_id)
+
+    def result(self, rank: int, number: int, data: Bundle, metadata: Bundle) -> None:
+        """Display the value of the cell's last line with a label."""
+        self.display(rank, add_label(f"Out[{number}]:", data), metadata, None)
+
+    def clear(self, rank: int, wait: bool) -> None:
+        """Clear the rank's output, at once or before its next output."""
+        self._sections[rank].clear(wait)
+
+    def widget_closed(self, rank: int, model: str) -> None:
+        """Remove a closed widget."""
+        self._sections[rank].close_widget(model)
+
+    def section(self, rank: int) -> RankTranscript:
+        """Return the transcript of the rank."""
+        return self._sections[rank]
+
+
+class Plain(View):
     """The output of one rank, shown as if the cell had run in the notebook.
 
     `changeable`: False for an Output widget of the page, which ignores updates of displays.
@@ -104,15 +134,6 @@ class Plain:
         for name, stream in self._streams.items():
             self._write(name, stream.end())
         self._page.clear(wait)
-
-    def widget_closed(self, rank: int, model: str) -> None:
-        """Do nothing: the widget has no label to remove."""
-
-    def section(self, rank: int) -> None:
-        """Return None: this view keeps no output."""
-
-    def ended(self, rank: int, failed: bool) -> None:
-        """Do nothing: one rank needs no mark of its end."""
 
     def draw(self) -> None:
         """Update the bars and the ends of truncated text."""
