@@ -220,28 +220,23 @@ def parse_flag(typed: str) -> bool:
     return typed.lower() == "true"
 
 
-def parse_time(typed: str, option: str) -> float:
-    """Return the seconds of a time such as ``90s``, ``10m`` or ``1h``.
-
-    Raises BadInput, which names `option`.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", typed)
-    if not found or not float(found[1]):
-        raise BadInput(f"{option} {typed}: type a time, such as {option} 90s, {option} 10m or {option} 1h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+UNITS = {"s": 1, "m": 60, "h": 3600}
+"""Seconds of each unit of time."""
 
 
 def parse_seconds(typed: str, option: str, least: float) -> float:
-    """Parse a number of seconds, which must be at least `least`.
+    """Return the seconds of a time such as ``120``, ``90s``, ``10m`` or ``1h``, which must be at least `least`.
 
     Raises BadInput, which names the `option`.
     """
+    has_unit = typed[-1:] in UNITS
     try:
-        found = float(typed)
+        found = float(typed[:-1]) * UNITS[typed[-1]] if has_unit else float(typed)
     except ValueError:
         found = -1
     if not least <= found < float("inf"):
-        raise BadInput(f"{option} {typed}: type a number of seconds, {least:g} or more, such as {option} 120")
+        ways = f"{option} 120, {option} 10m or {option} 1h"
+        raise BadInput(f"{option} {typed}: type a time of {least:g} s or more, such as {ways}")
     return found
 
 

@@ -178,7 +178,7 @@ class DipMagics(Traits):
         if args.kill or args.info or args.repair or args.source or args.dry_run:
             raise BadInput(f"%makedip {line.strip()}: leave out -k, -i, --repair and --dry-run beside --keep")
         if args.attach is None:
-            self.kept.start(line, arguments.parse_time(args.keep, "--keep"))
+            self.kept.start(line, arguments.parse_seconds(args.keep, "--keep", 0.1))
         elif args.keep is not None or arguments.asks_for_a_group(args):
             raise BadInput(f"%makedip {line.strip()}: --attach takes the group as it is; type it alone")
         else:

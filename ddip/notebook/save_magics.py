@@ -76,7 +76,7 @@ class SaveMagics(GroupMagics):
             return
         folder, names = _checked_folder(args.folder, "%dipsave"), arguments.variable_names(args.names, "%dipsave")
         if args.every is not None:
-            seconds = arguments.parse_time(args.every, "--every")
+            seconds = arguments.parse_seconds(args.every, "--every", 0.1)
             group.save_every(seconds, folder, names)
             self._begin_schedule()
             self._main.confirm_done(f"saves to {folder} every {args.every}; %dipsave --stop ends it")

@@ -433,4 +433,4 @@ def test_the_magic_pulls_a_snapshot(notebook: Notebook) -> None:
     assert notebook.run("%dipull step -t 3").message == (
         "%dipull step -t 3: -t works only with --now; leave it out, or add --now"
     )
-    assert "-t 0: type a number of seconds" in notebook.run("%dipull --now step -t 0").message
+    assert "-t 0: type a time of 0.1 s or more" in notebook.run("%dipull --now step -t 0").message

@@ -88,11 +88,11 @@ def test_an_error_of_the_keeper_keeps_its_class_and_traceback() -> None:
 
 
 def test_times_have_units() -> None:
-    assert [arguments.parse_time(typed, "--keep") for typed in ("90s", "10m", "2h", "5", "1.5h")] == [
+    assert [arguments.parse_seconds(typed, "--keep", 0.1) for typed in ("90s", "10m", "2h", "5", "1.5h")] == [
         90, 600, 7200, 5, 5400,
     ]  # fmt: skip
     with pytest.raises(BadInput, match="--keep soon: type a time"):
-        arguments.parse_time("soon", "--keep")
+        arguments.parse_seconds("soon", "--keep", 0.1)
 
 
 def test_a_full_folder_is_one_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
