@@ -163,6 +163,8 @@ NAME_ARGUMENTS = ("name", "names", "ranks", "source")
 """Arguments that contain names of variables."""
 RANKS_PER_CORE = 8
 """Maximum number of ranks per core without ``--yes``."""
+HOST_OPTIONS = ("hosts", "slurm", "here", "cluster", "engines")
+"""Options of ``%makedip`` that select the hosts of the ranks."""
 MOST_GPUS = 64
 """Maximum number of GPUs on another host."""
 
@@ -261,19 +263,6 @@ def refuse_rank_options(parser: MagicArgumentParser, args: Any) -> None:
             raise BadInput(f"%%dip local {option}: {option} is for cells on ranks; type %%dip local, or %%dip {option}")
 
 
-def check_profile(typed: str | None, where: str, places: Sequence[str]) -> None:
-    """Raise BadInput for ``--profile`` on a cell that does not run only on ranks.
-
-    `typed` is the folder after the option, "" without one, and None without the option. If it is one of the `places` of
-    a cell, it is the cell's place in disguise; otherwise the place is `where`.
-    """
-    place = typed if typed in places else where
-    if typed is not None and place != "remote":
-        raise BadInput(f"%%dip {place} --profile: only ranks are profiled; type %%dip --profile")
-    if typed == "remote":
-        raise BadInput("%%dip --profile remote: this is not a folder; type %%dip --profile, or --profile ./remote")
-
-
 def parse_request(args: Any) -> placement.Request:
     """Return the request for a group that the arguments of ``%makedip`` state. Raises BadInput."""
     hosts = () if args.hosts is None else placement.parse_hosts(args.hosts)
@@ -291,7 +280,7 @@ def parse_request(args: Any) -> placement.Request:
 
 def _parse_reach(args: Any) -> Reach:
     """Return how to reach or find the hosts; raises BadInput."""
-    ways = [f"--{name}" for name in ("hosts", "slurm", "here", "cluster", "engines") if getattr(args, name)]
+    ways = [f"--{name}" for name in HOST_OPTIONS if getattr(args, name)]
     if len(ways) > 1:
         raise BadInput(f"{' and '.join(ways)}: type only one of them; each selects the hosts of the ranks")
     if args.slurm is not None:
@@ -346,18 +335,7 @@ def _parse_count(typed: str, yes: bool) -> int:
 
 def asks_for_a_group(args: Any) -> bool:
     """Return True if the arguments of ``%makedip`` describe a group to start."""
-    return bool(
-        args.n
-        or args.gpus
-        or args.backend
-        or args.app
-        or args.restart
-        or args.hosts
-        or args.slurm
-        or args.here
-        or args.cluster
-        or args.engines
-    )
+    return any(getattr(args, name) for name in ("n", "gpus", "backend", "app", "restart", *HOST_OPTIONS))
 
 
 def split_renames(typed: Sequence[str], magic: str) -> tuple[list[str], dict[str, str]]:
@@ -461,17 +439,14 @@ def parse_source(typed: Sequence[str] | None, size: int) -> tuple[int | None, li
     """
     if typed is None:
         return None, []
-    option = f"--from {' '.join(typed)}"
-    if not typed[0].isdecimal() or int(typed[0]) >= size:
-        advice = f"type a rank from 0 to {size - 1} and names of its variables"
-        raise BadInput(f"{option}: {advice}, such as --from 0 model opt")
-    names = list(typed[1:])
-    if not names or not all(name.isidentifier() for name in names):
-        raise BadInput(f"{option}: type names of variables of rank {typed[0]}, such as --from {typed[0]} model opt")
-    return int(typed[0]), names
+    source = parse_rank(typed[0], size, "--from")
+    names = variable_names(typed[1:], f"--from {source}")
+    if not names:
+        raise BadInput(f"--from {source}: add names of variables of this rank, such as --from {source} model opt")
+    return source, names
 
 
-def variable_names(typed: list[str], magic: str) -> list[str]:
+def variable_names(typed: Sequence[str], magic: str) -> list[str]:
     """Return the names in `typed`, each once; raise BadInput, with the command `magic`, for other words."""
     names = [*dict.fromkeys(name for word in typed for name in word.split(",") if name)]
     for name in names:

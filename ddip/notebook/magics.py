@@ -396,7 +396,9 @@ class DipMagics(Traits):
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
         if args.bg and args.where != "remote":
             raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
-        arguments.check_profile(args.profile, args.where, PLACES)
+        if args.profile in PLACES or (args.profile is not None and args.where != "remote"):
+            ways = "type %%dip --profile, or a folder after it, such as ./traces"
+            raise BadInput(f"%%dip {line.strip()}: only cells that run on the ranks alone are profiled; {ways}")
         if args.where == "local":
             arguments.refuse_rank_options(self.dip.parser, args)
             return args

@@ -43,7 +43,7 @@ BAD_INPUT = [
         "%makedip --repair -n 2",
         r"%makedip --repair -n 2: type %makedip --repair, or %makedip --repair --from 0 model opt",
     ),
-    ("%makedip --repair --from 9 marker", r"--from 9 marker: type a rank from 0 to 2 and names of its variables"),
+    ("%makedip --repair --from 9 marker", r"--from 9: type one rank from 0 to 2"),
     ("%makedip --repair --from 0 marker", r"--from 0 marker: all ranks are running, so nothing was copied"),
     ("%dipstack 3", r"%dipstack 3: unrecognized arguments: 3"),
     ("%dipwatch maybe", r"%dipwatch maybe: type %dipwatch, %dipwatch off, or %dipwatch --once"),
