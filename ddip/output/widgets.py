@@ -1,4 +1,4 @@
-"""Widgets of ranks: their messages, the interfaces that relay these, and progress bars (``tqdm.auto``) as text.
+"""Widgets of ranks: the state in their messages, and progress bars (``tqdm.auto``) as text.
 
 The text form of a widget is written once, when the widget is displayed; that of a bar says 0 %. GitHub, ``nbconvert``
 and pages without widget state show only this text. So ddip updates it at the end of each cell that has moved a bar.
@@ -14,11 +14,10 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ddip.output.area import CellOutputArea, new_id
-from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, Text
-from ddip.output.views.views import Plain
+from ddip.output.area import new_id
+from ddip.output.transcript import WIDGET, Bundle
 
 Message = dict[str, Any]
 REFERENCE = "IPY_MODEL_"
@@ -201,91 +200,3 @@ def _draw_bar(state: dict[str, Any]) -> str:
     share = min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0
     whole, rest = divmod(int(share * WIDTH * 8), 8)
     return ("█" * whole + (EIGHTHS[rest] if whole < WIDTH else "")).ljust(WIDTH)
-
-
-class WidgetCell(Protocol):
-    """A cell that shows widgets: the interface for the relay of widget messages."""
-
-    page: CellOutputArea
-
-    def late(self, rank: int, message: Message) -> None:
-        """Show a message that came after the end of the cell."""
-
-    def keeps(self, rank: int, model: str) -> bool:
-        """Return True if the rank's tab shows the captured output of this Output widget."""
-
-    def take(self, rank: int, model: str) -> list[Item]:
-        """Remove the captured output of an Output widget from the tab and return it; the page then shows it."""
-
-    def widget_closed(self, rank: int, model: str) -> None:
-        """Remove a widget that the rank has closed."""
-
-
-class Comms(Protocol):
-    """The relay of widget messages between ranks and pages."""
-
-    bars: WidgetBars
-    """The progress bars among the widgets."""
-
-    def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
-        """Relay a widget message of `rank` that came with the output of `cell`."""
-
-    def show(self, name: str, cell: WidgetCell) -> None:
-        """Record that `cell` shows the widget, so that later output of its callbacks belongs there."""
-
-    def cell_of(self, name: str) -> WidgetCell | None:
-        """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
-
-    def add_output(self, name: str, output: Bundle) -> None:
-        """Add `output`, in the form of a notebook file, to the state of an Output widget."""
-
-    def clear_output(self, name: str, wait: bool) -> None:
-        """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
-
-    def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
-        """Send the changed outputs of Output widgets to `page`, at a limited rate; with `at_once`, now in any case."""
-
-    def has_layout(self, name: str) -> bool:
-        """Return True if the widget has a size, a border or another property of a layout."""
-
-    def announce(self, name: str, page: CellOutputArea) -> None:
-        """Send the widget, and those in it, to `page`, unless the page has them."""
-
-
-class OutputState(CellOutputArea):
-    """The output area of an Output widget after the end of the cell: the widget's state.
-
-    A page captures only output of cells that it has run itself, and thus none after a reload.
-    """
-
-    def __init__(self, comms: Comms, model: str) -> None:
-        super().__init__()
-        self._comms, self._model = comms, model
-
-    def write(self, stream: str, text: str) -> None:
-        """Add text of a stream."""
-        if text:
-            self._comms.add_output(self._model, {"output_type": "stream", "name": stream, "text": text})
-
-    def show(
-        self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, update: bool = False
-    ) -> None:
-        """Add a MIME bundle; an Output widget ignores updates."""
-        if not update:
-            output = {"output_type": "display_data", "data": data, "metadata": metadata or {}}
-            self._comms.add_output(self._model, output)
-
-    def clear(self, wait: bool) -> None:
-        """Clear the widget; with `wait`, when the next output comes."""
-        self._comms.clear_output(self._model, wait)
-
-
-def replay_items(view: Plain, rank: int, items: Sequence[Item]) -> None:
-    """Show `items` of `rank` again in `view`."""
-    for item in items:
-        if isinstance(item, Text):
-            view.text(rank, item.stream, item.screen.text, None)
-        elif isinstance(item, Display):
-            view.display(rank, item.data, item.metadata, item.display_id)
-        elif isinstance(item, Area):
-            replay_items(view, rank, item.items)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ddip.errors import ranks_text
 from ddip.group.cells.cell import Cell
 from ddip.group.cells.cell_status import cell_bundle
+from ddip.group.cells.comms import Comms
 from ddip.output.area import inform
 from ddip.output.cells.background_page import BackgroundOutput
 from ddip.output.cells.router import CellOutput
-from ddip.output.widgets import Comms
 
 
 def show_again(cell: Cell, comms: Comms | None) -> None:

@@ -23,8 +23,9 @@ from IPython.core.getipython import get_ipython
 from ddip.cluster.cluster_api import Message
 from ddip.group.members.ranks import Ranks
 from ddip.output.area import CellOutputArea
+from ddip.output.cells.router import CellOutput
 from ddip.output.views.tabs import REDRAW_BYTES, REDRAW_SECONDS
-from ddip.output.widgets import WidgetBars, WidgetCell, merge_state, referenced_ids, state_in
+from ddip.output.widgets import WidgetBars, merge_state, referenced_ids, state_in
 from ddip.protocol.old_versions import find_comms
 
 KEPT = 200
@@ -43,7 +44,7 @@ class _Widget:
     """A widget of a rank, or another object with a comm that a library has opened."""
 
     rank: int
-    cell: WidgetCell
+    cell: CellOutput
     """The cell that has shown the widget last, or created it; output of its callbacks belongs to this cell."""
     parts: set[str]
     opening: Message
@@ -84,7 +85,7 @@ class Comms:
         self._next_send = 0.0
         self.bars = WidgetBars()
 
-    def relay(self, rank: int, message: Message, cell: WidgetCell, shown: bool = True) -> None:
+    def relay(self, rank: int, message: Message, cell: CellOutput, shown: bool = True) -> None:
         """Relay a widget message of `rank` from the output of `cell`, unless the page cannot show widgets.
 
         `shown`: the cell shows this rank. Widgets of other ranks are recorded, but not announced to the page.
@@ -120,7 +121,7 @@ class Comms:
         with self._lock:
             merge_state(widget.opening, message)
 
-    def show(self, name: str, cell: WidgetCell) -> None:
+    def show(self, name: str, cell: CellOutput) -> None:
         """Announce a widget to the page, and attribute it and all its parts to `cell`, which shows it."""
         self.announce(name, cell.page)
         visited, names = set(), [name]
@@ -131,7 +132,7 @@ class Comms:
                 widget.cell = cell
                 names += widget.parts
 
-    def cell_of(self, name: str) -> WidgetCell | None:
+    def cell_of(self, name: str) -> CellOutput | None:
         """Return the cell that shows the widget or created it; None if there is no such widget."""
         widget = self._widgets.get(name)
         return None if widget is None else widget.cell

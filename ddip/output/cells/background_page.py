@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ddip.output.area import GONE, current_request, new_id, print_late_output
 from ddip.output.cells.display_options import DisplayOptions
-from ddip.output.cells.router import CellOutput, lock
+from ddip.output.cells.router import CellOutput, Comms, lock
 from ddip.output.page.colours import to_html
 from ddip.output.terminal_text import strip_escapes
 from ddip.output.transcript import Bundle
 from ddip.output.views.labels import Labels
 from ddip.output.views.tabs import Tabs
 from ddip.output.views.views import Beside, Errors, View
-from ddip.output.widgets import Comms, Message
+from ddip.output.widgets import Message
 
 
 class BackgroundOutput(CellOutput):

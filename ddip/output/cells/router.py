@@ -16,26 +16,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from ddip.guard import Guard
 from ddip.output.area import CellOutputArea
 from ddip.output.cells.display_options import DisplayOptions
 from ddip.output.cells.recording import Recording, without_widget
-from ddip.output.transcript import WIDGET, Item, RankTranscript, is_ours
+from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, RankTranscript, Text, is_ours
 from ddip.output.views.grouped import Grouped
 from ddip.output.views.labels import Labels
 from ddip.output.views.tabs import Tabs
 from ddip.output.views.views import Beside, Errors, Plain, View
-from ddip.output.widgets import (
-    Comms,
-    Message,
-    OutputState,
-    ShownBar,
-    WidgetCell,
-    referenced_ids,
-    replay_items,
-    state_in,
-)
+from ddip.output.widgets import Message, ShownBar, WidgetBars, referenced_ids, state_in
 
 log = logging.getLogger("ddip")
 
@@ -52,7 +44,7 @@ class _Capture:
     """An Output widget that captures the output of a rank."""
 
     model: str
-    cell: WidgetCell
+    cell: CellOutput
     """The cell that shows the widget."""
     view: Plain | None
     """View for the page's widget; None if a tab shows the captured output."""
@@ -388,3 +380,73 @@ class CellOutput:
         if rank in self.show_ranks:
             self.page.capture("")
             self._view.widget_closed(rank, model)
+
+
+class Comms(Protocol):
+    """The relay of widget messages between ranks and pages."""
+
+    bars: WidgetBars
+    """The progress bars among the widgets."""
+
+    def relay(self, rank: int, message: Message, cell: CellOutput, shown: bool = True) -> None:
+        """Relay a widget message of `rank` that came with the output of `cell`."""
+
+    def show(self, name: str, cell: CellOutput) -> None:
+        """Record that `cell` shows the widget, so that later output of its callbacks belongs there."""
+
+    def cell_of(self, name: str) -> CellOutput | None:
+        """Return the cell that shows the widget, else the one that created it; None if it is unknown."""
+
+    def add_output(self, name: str, output: Bundle) -> None:
+        """Add `output`, in the form of a notebook file, to the state of an Output widget."""
+
+    def clear_output(self, name: str, wait: bool) -> None:
+        """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
+
+    def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
+        """Send the changed outputs of Output widgets to `page`, at a limited rate; with `at_once`, now in any case."""
+
+    def has_layout(self, name: str) -> bool:
+        """Return True if the widget has a size, a border or another property of a layout."""
+
+    def announce(self, name: str, page: CellOutputArea) -> None:
+        """Send the widget, and those in it, to `page`, unless the page has them."""
+
+
+class OutputState(CellOutputArea):
+    """The output area of an Output widget after the end of the cell: the widget's state.
+
+    A page captures only output of cells that it has run itself, and thus none after a reload.
+    """
+
+    def __init__(self, comms: Comms, model: str) -> None:
+        super().__init__()
+        self._comms, self._model = comms, model
+
+    def write(self, stream: str, text: str) -> None:
+        """Add text of a stream."""
+        if text:
+            self._comms.add_output(self._model, {"output_type": "stream", "name": stream, "text": text})
+
+    def show(
+        self, data: Bundle, metadata: Bundle | None = None, display_id: str | None = None, update: bool = False
+    ) -> None:
+        """Add a MIME bundle; an Output widget ignores updates."""
+        if not update:
+            output = {"output_type": "display_data", "data": data, "metadata": metadata or {}}
+            self._comms.add_output(self._model, output)
+
+    def clear(self, wait: bool) -> None:
+        """Clear the widget; with `wait`, when the next output comes."""
+        self._comms.clear_output(self._model, wait)
+
+
+def replay_items(view: Plain, rank: int, items: Sequence[Item]) -> None:
+    """Show `items` of `rank` again in `view`."""
+    for item in items:
+        if isinstance(item, Text):
+            view.text(rank, item.stream, item.screen.text, None)
+        elif isinstance(item, Display):
+            view.display(rank, item.data, item.metadata, item.display_id)
+        elif isinstance(item, Area):
+            replay_items(view, rank, item.items)
