@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -204,10 +204,9 @@ class RankTranscript:
         """Add the Output widget `model`."""
         self._areas[model] = Area()
 
-    def drop_areas(self, models: Iterable[str]) -> dict[str, list[Item]]:
-        """Remove the Output widgets `models`, which the page now shows; return the captured items by widget."""
-        dropped = {model: self._areas.pop(model) for model in list(models) if model in self._areas}
-        return {model: list(area.items) for model, area in dropped.items()}
+    def drop_area(self, model: str) -> list[Item]:
+        """Remove the Output widget `model`, which the page now shows, and return the captured items."""
+        return self._areas.pop(model).items if model in self._areas else []
 
     @property
     def outside(self) -> bool:

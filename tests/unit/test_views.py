@@ -622,7 +622,7 @@ def test_an_output_widget_captures_until_capturing_is_switched_off() -> None:
     assert shown.update({"text/plain": "e"}, {}, "id") and plain_of(shown.items).endswith("e")
     assert not shown.update({}, {}, "nobody's")
     assert shown.is_area("w") and not shown.outside
-    shown.drop_areas(["w"])
+    shown.drop_area("w")
     shown.capture("w", True)
     assert shown.outside
 

@@ -373,7 +373,7 @@ class CellOutput:
     def take(self, rank: int, model: str) -> list[Item]:
         """Remove the captured output of an Output widget from the tab and return it; the page then shows it."""
         tab = self._tab(rank)
-        return [] if tab is None else tab.drop_areas([model]).get(model, [])
+        return [] if tab is None else tab.drop_area(model)
 
     def widget_closed(self, rank: int, model: str) -> None:
         """Remove a widget that the rank has closed."""
