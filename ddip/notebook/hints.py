@@ -39,20 +39,6 @@ COMMAND = re.compile(rf"name '({COMMANDS})' is not defined|^[ \d>-]*\b({COMMANDS
 """Matches a NameError's message, or a line of a SyntaxError's traceback, in a cell with such a magic."""
 UNPICKLED = re.compile(r"popen_(forkserver|spawn_posix)\.py")
 """Files of Python that pickle the work of a process that is not forked, as they appear in tracebacks."""
-USUAL = {
-    "torch": "import torch",
-    "dist": "import torch.distributed as dist",
-    "nn": "from torch import nn",
-    "F": "import torch.nn.functional as F",
-    "DDP": "from torch.nn.parallel import DistributedDataParallel as DDP",
-    "np": "import numpy as np",
-    "pd": "import pandas as pd",
-    "plt": "import matplotlib.pyplot as plt",
-    "tqdm": "from tqdm.auto import tqdm",
-    "Path": "from pathlib import Path",
-    **{name: f"import {name}" for name in ("os", "sys", "time", "math", "random", "json", "re")},
-}
-"""Import statements of common modules and classes, by their usual names."""
 
 
 class Hints:
@@ -210,9 +196,10 @@ class Hints:
                 unknown.setdefault(found[1], []).append(rank)
         sentences, variables = [], []
         for name, ranks in unknown.items():
-            modules = self._import_statement(name)
-            if modules:
-                sentences.append(f"type {modules} in a %%dip cell")
+            value = self._shell.user_ns.get(name)
+            if isinstance(value, ModuleType):
+                alias = "" if value.__name__ == name else f" as {name}"
+                sentences.append(f"type import {value.__name__}{alias} in a %%dip cell")
             elif name in self._shell.user_ns:
                 variables.append(name)
             sentences += self._new_rank_hints(ranks)
@@ -221,13 +208,6 @@ class Hints:
             names = f"{', '.join(variables)} {what} of the notebook"
             sentences.append(f"{names}; %dipush {' '.join(variables)} copies {it} to every rank")
         return list(dict.fromkeys(sentences))
-
-    def _import_statement(self, name: str) -> str:
-        """Return the statement that imports `name`, as a module of the notebook or a common name; else empty."""
-        value = self._shell.user_ns.get(name)
-        if isinstance(value, ModuleType):
-            return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
-        return "" if name in self._shell.user_ns else USUAL.get(name, "")
 
     def _new_rank_hints(self, ranks: list[int]) -> list[str]:
         """Return a hint if only new ranks lack a name, which earlier cells defined on the others."""

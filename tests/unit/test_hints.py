@@ -43,16 +43,9 @@ def test_a_variable_of_the_notebook_is_pushed(shell: InteractiveShell, group: Sc
 
 
 def test_a_module_is_imported_and_not_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
-    assert hint_for(shell, group, [0, 1, 2], of="torch") == "; type import torch in a %%dip cell"
-    assert hint_for(shell, group, [0, 1, 2], of="plt") == "; type import matplotlib.pyplot as plt in a %%dip cell"
     shell.user_ns.update(math=math, m=math)
     assert hint_for(shell, group, [0, 1, 2], of="math") == "; type import math in a %%dip cell"
     assert hint_for(shell, group, [0, 1, 2], of="m") == "; type import math as m in a %%dip cell"
-
-
-def test_a_variable_named_like_a_module_is_pushed(shell: InteractiveShell, group: ScriptedGroup) -> None:
-    shell.user_ns["F"] = 1
-    assert hint_for(shell, group, [0, 1, 2], of="F").startswith("; F is a variable of the notebook; %dipush F")
 
 
 @pytest.mark.parametrize(
