@@ -117,12 +117,7 @@ def certain_binds(node: ast.stmt | None) -> frozenset[str]:
     """Return the names that a statement binds whenever it succeeds, without a look at their former values."""
     match node:
         case ast.Assign(targets=targets):
-            return frozenset(
-                target_name.id
-                for target in targets
-                for target_name in _flat_targets(target)
-                if isinstance(target_name, ast.Name)
-            )
+            return frozenset(name for target in targets for name in stored_names(target))
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return frozenset({name})
         case ast.Import() | ast.ImportFrom():
@@ -130,12 +125,9 @@ def certain_binds(node: ast.stmt | None) -> frozenset[str]:
     return frozenset()
 
 
-def _flat_targets(target: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(target, (ast.Tuple, ast.List)):
-        for inner in target.elts:
-            yield from _flat_targets(inner)
-    else:
-        yield target
+def stored_names(node: ast.AST) -> set[str]:
+    """Return the names that assignments in `node` bind, including variables of comprehensions."""
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
 
 
 def import_origins(node: ast.Import | ast.ImportFrom) -> dict[str, str]:

@@ -371,7 +371,7 @@ def _leave_out_idle(plan: Plan, choice: Choice) -> None:
         for step in reversed(steps):
             names = step.statement.names
             if step.ranks is EVERYWHERE:
-                live -= code_names.certain_binds(step.statement.node)
+                live -= code_names.certain_binds(step.statement.node) & names.binds
             live |= names.reads | {name for name in names.deferred if not code_names.is_pure(step.statement.node)}
         kept += reversed(group)
     plan.parts = kept[::-1]

@@ -130,7 +130,7 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
                 _replace_node(tree, call, ast.parse(plain, mode="eval").body)
                 text = ast.unparse(tree)
     except (Untranslatable, SyntaxError) as error:
-        return _refuse_code(text, str(error), _bound_by(tree))
+        return _refuse_code(text, str(error), Names(frozenset(code_names.stored_names(tree))))
     node = ast.parse(text).body[0]
     problem = code_names.find_problem(node)
     if not problem:
@@ -140,7 +140,7 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
         except SyntaxError as error:
             problem = str(error.msg)  # such as an await at the top level
     if problem:
-        return _refuse_code(text, f"{first_line(text)}: {problem}", _bound_by(tree))
+        return _refuse_code(text, f"{first_line(text)}: {problem}", Names(frozenset(code_names.stored_names(tree))))
     return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
 
 
@@ -151,13 +151,6 @@ def _replace_node(tree: ast.AST, former: ast.AST, node: ast.AST) -> None:
                 setattr(parent, name, node)
             elif isinstance(value, list):
                 value[:] = [node if item is former else item for item in value]
-
-
-def _bound_by(tree: ast.Module) -> Names:
-    targets = {
-        target.id for target in ast.walk(tree) if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
-    }
-    return Names(binds=frozenset(targets))
 
 
 def _shell_call(node: ast.AST) -> tuple[str, str] | None:
