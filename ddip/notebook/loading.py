@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,5 @@ def unload_extension(shell: InteractiveShell) -> None:
 
 def _is_reload() -> bool:
     """Return True if IPython's ``reload_extension`` has called this."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    inside = lambda frame: frame.f_globals.get("__name__") == EXTENSIONS  # noqa: E731
-    callers = itertools.takewhile(inside, itertools.dropwhile(lambda frame: not inside(frame), frames))
+    callers = (frame for frame, _ in traceback.walk_stack(None) if frame.f_globals.get("__name__") == EXTENSIONS)
     return any(frame.f_code.co_name == "reload_extension" for frame in callers)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddip.notebook.magics import DipMagics
 
 SHOWN_NAMES = 8
-WARNINGS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGTERM") if hasattr(signal, name))  # not on Windows
+WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 """Signals with which a scheduler announces that it ends the notebook soon."""
 POINT_SECONDS = 25.0
 """Longest wait for a point at which the running loop saves; Slurm and Kubernetes end processes 30 s after SIGTERM."""
