@@ -10,10 +10,8 @@ import io
 import itertools
 import math
 import shlex
-import sys
 import textwrap
 import tokenize
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ddip.errors import ranks_text
@@ -212,7 +210,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     ending = 'if __name__ == "__main__":\n' + "\n".join(f"    {line}" for line in run)
     module = [
         HEADER.format(name=shlex.quote(name), **facts),
-        *_sorted_imports([*layout.imports, *imports]),
+        *sorted({*layout.imports, *imports}, key=_import_order),
         "",
         _rank_text(session),
     ]
@@ -227,17 +225,8 @@ def _rank_text(session: Session) -> str:
     return f'rank = int(os.environ["RANK"])\nworld_size = int(os.environ["WORLD_SIZE"])\ndevice = {device}\n'
 
 
-def _sorted_imports(lines: Iterable[str]) -> list[str]:
-    def section_of(line: str) -> int:
-        package = line.split()[1].partition(".")[0]
-        return 0 if package == "__future__" else 1 if package in sys.stdlib_module_names else 2
-
-    found: list[str] = []
-    for line in sorted({*lines}, key=lambda line: (section_of(line), line.startswith("from "), line.lower())):
-        if found and section_of(line) != section_of(found[-1]):
-            found.append("")
-        found.append(line)
-    return found
+def _import_order(line: str) -> tuple[bool, bool, str]:
+    return "__future__" not in line, line.startswith("from "), line
 
 
 # -- imports and definitions
