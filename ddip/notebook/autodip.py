@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddip.notebook import both_sides
 from ddip.notebook.first_lines import skip_comments
+from ddip.output.area import current_request
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -120,8 +121,5 @@ class Autodip:
 
     def hidden(self) -> bool:
         """Return True for a request that a front end makes on its own, such as a variable inspector."""
-        kernel = getattr(self._shell, "kernel", None)
-        if kernel is None:
-            return False
-        content = kernel.get_parent("shell").get("content", {})
+        content = (current_request() or {}).get("content", {})
         return bool(content.get("silent")) or content.get("store_history") is False

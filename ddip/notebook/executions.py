@@ -16,6 +16,7 @@ import cloudpickle
 from ddip.errors import BadInput
 from ddip.export.record import Execution, Push
 from ddip.notebook.first_lines import DIP, skip_comments
+from ddip.output.area import current_request
 from ddip.protocol.objects import calls
 from ddip.protocol.objects.pickling import Loader
 
@@ -54,8 +55,7 @@ class Executions:
             return
         self._number = self._shell.execution_count
         self._began[self._number] = time.time()
-        kernel = getattr(self._shell, "kernel", None)
-        about = {} if kernel is None else kernel.get_parent("shell").get("metadata", {})
+        about = (current_request() or {}).get("metadata", {})
         self._cells[self._number] = str(about.get("cellId", ""))
         if "parameters" in about.get("tags", ()):
             self._tagged.add(self._number)

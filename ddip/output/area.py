@@ -55,10 +55,9 @@ def is_page() -> bool:
     A terminal and jupyter-console have none. The kernel recognizes jupyter-console only by its prompt and by its cells,
     which have no id; those of JupyterLab's console have one.
     """
-    kernel = getattr(get_ipython(), "kernel", None)
-    if kernel is None:
+    parent = current_request()
+    if parent is None:
         return False
-    parent = kernel.get_parent("shell")
     session = parent.get("header", {}).get("session", "")
     return session not in _prompt_sessions or "cellId" in parent.get("metadata", {})
 

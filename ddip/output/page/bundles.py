@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from ddip.output.page import markup
 from ddip.output.page.colours import to_html
-from ddip.output.terminal_text import Screen
 from ddip.output.transcript import WIDGET, Area, Bundle, Display, Item, Text
 
 LIVE_CHARACTERS = 20_000
@@ -75,16 +74,13 @@ def to_tab(items: Sequence[Item], live: bool) -> str:
             if item.blank:
                 continue
             stream = "stdout" if item.overwritten else item.stream  # a bar must not look like a warning
-            parts.append(f'<pre class="ddip-{stream}">{to_html(_visible_text(item.screen, live))}</pre>')
+            text = item.screen.live_text(LIVE_CHARACTERS) if live else item.screen.text
+            parts.append(f'<pre class="ddip-{stream}">{to_html(text)}</pre>')
         elif isinstance(item, Area):
             parts.append(f"<div>{to_tab(item.items, live)}</div>")
         elif not item.below:
             parts.append(_display_html(item))
     return "".join(parts)
-
-
-def _visible_text(screen: Screen, live: bool) -> str:
-    return screen.live_text(LIVE_CHARACTERS) if live else screen.text
 
 
 def _display_html(item: Display) -> str:
