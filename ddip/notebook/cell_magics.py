@@ -150,8 +150,7 @@ class CellMagics(GroupMagics):
         It lists the ranks, the last cells, and the last error of each rank.
         """
         args = arguments.parse_line(self.dipstatus, "%dipstatus", line)
-        group, history = self._main.group, self._main.history
-        group = group if group is not None and group.alive else None
+        group, history = self._main.running_group, self._main.history
         if args.json:
             print(json.dumps(status_now(group, history), ensure_ascii=False))
         else:
@@ -169,8 +168,7 @@ class CellMagics(GroupMagics):
         cells = list(self._main.history)
         if args.number is None and not cells:
             raise BadInput("%dipcell: no cell has run on ranks yet")
-        group = self._main.group
-        comms = None if group is None or not group.alive else group.comms
+        comms = None if (group := self._main.running_group) is None else group.comms
         show_again(cells[-1] if args.number is None else self._find_cell("%dipcell", args.number), comms)
 
     @with_examples("%dipwait 12", "%dipwait          all background cells that no one has waited for")

@@ -70,8 +70,6 @@ class MagicCompleter:
         kind = action.metavar or action.dest
         kind = kind if isinstance(kind, str) else kind[min(count, len(kind) - 1)]
         group = self._group()
-        if group is not None and not group.alive:
-            group = None
         match kind:
             case "RANK":
                 size = 0 if group is None else group.world_size

@@ -32,7 +32,6 @@ from ddip.protocol.text import escape_surrogates
 
 if TYPE_CHECKING:
     from ddip.group.cells.cell import Cell
-    from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
 VALUE_CHARACTERS = 10_000
@@ -81,7 +80,7 @@ def status() -> Status:
         return {"schema": SCHEMA, "group": None, "ranks": [], "devices": [], "cells": [], "errors": {}}
     from ddip.notebook.cell_magics import status_now
 
-    return status_now(_running_group(magics), magics.history)
+    return status_now(magics.running_group, magics.history)
 
 
 def start(arguments: str = "") -> Status:
@@ -108,7 +107,7 @@ def run(
     from ddip.group.cells.cell_status import status_of
 
     magics = _load_magics()
-    group = _running_group(magics)
+    group = magics.running_group
     if group is None:
         raise NoGroup("run")
     if not code.strip():
@@ -161,7 +160,7 @@ def pull(names: Sequence[str], rank: int = 0) -> dict[str, dict[str, Any]]:
     """
     from ddip.group.objects.transfer import check_names
 
-    group = _running_group(_load_magics())
+    group = _load_magics().running_group
     if group is None:
         raise NoGroup("pull")
     check_names(list(names), "pull")
@@ -253,11 +252,6 @@ def _load_magics() -> DipMagics:
 def _cell_magics() -> Any:
     shell: Any = get_ipython()
     return shell.magics_manager.registry["CellMagics"]
-
-
-def _running_group(magics: DipMagics) -> Group | None:
-    group = magics.group
-    return group if group is not None and group.alive else None
 
 
 def _find_cell(number: int | None) -> Cell:

@@ -87,7 +87,7 @@ class Hints:
         """Return the index at which the code for ranks begins, and rank 0's answer; None without an answer."""
         begin = self._code_start(text)
         group = self._group()
-        try_call = self.kept_call or (group.try_call if group is not None and group.alive else None)
+        try_call = self.kept_call or (group.try_call if group is not None else None)
         if begin is None or cursor < begin or try_call is None:
             return None
         answer = try_call(ask(text[begin:], cursor - begin), ANSWER_SECONDS)
@@ -134,7 +134,7 @@ class Hints:
         if isinstance(error, LocalCellFailed) and error.__cause__ is not None:
             _set_last_error(error.__cause__)
         group = self._group()
-        if group is None or not group.alive:
+        if group is None:
             return
         self.autoreload.after_cell(group)
         group.report_faults()
@@ -172,7 +172,7 @@ class Hints:
     def _module_hints(self, error: CellError) -> list[str]:
         group, missing = self._group(), ("ModuleNotFoundError", "ImportError")
         text = "\n".join(problem.message for problem in error.by_rank.values() if problem.name in missing)
-        if not text or group is None or not group.alive:
+        if not text or group is None:
             return []
         from ddip.group.objects import modules
 
@@ -212,7 +212,7 @@ class Hints:
     def _new_rank_hints(self, ranks: list[int]) -> list[str]:
         """Return a hint if only new ranks lack a name, which earlier cells defined on the others."""
         group = self._group()
-        new = [] if group is None or not group.alive else [rank for rank in ranks if rank in group.new_ranks]
+        new = [] if group is None else [rank for rank in ranks if rank in group.new_ranks]
         if not new or new != ranks:
             return []
         lack = "is new and lacks" if len(new) == 1 else "are new and lack"

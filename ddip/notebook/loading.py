@@ -39,10 +39,9 @@ def load_extension(shell: InteractiveShell) -> None:
     """
     kept = shell.magics_manager.registry.get(DipMagics.__name__)
     if isinstance(kept, DipMagics):
-        if kept.group is not None and kept.group.alive:
-            kept.confirm_done(
-                f"kept {ranks_text(range(kept.group.world_size))}, with all variables; %makedip -k ends them"
-            )
+        if (group := kept.running_group) is not None:
+            ranks = ranks_text(range(group.world_size))
+            kept.confirm_done(f"kept {ranks}, with all variables; %makedip -k ends them")
         return
     magics = DipMagics(shell)
     magics.kept = KeptGroups(magics)

@@ -41,7 +41,7 @@ class DipMagics(Traits):
         self._has_turned_autodip_off = False
         """True if the last group had %autodip on when -k ended it."""
         self.autodipper = Autodip(shell, lambda: self.local_magics)
-        self.hints = Hints(shell, lambda: self.group, self.autodipper)
+        self.hints = Hints(shell, lambda: self.running_group, self.autodipper)
         self._once_per_rank = OncePerRank()
 
     def _print_verbose(self, text: str) -> None:
@@ -60,9 +60,9 @@ class DipMagics(Traits):
         """
         if self.kept is not None and self.kept.objects is not None:
             return self.kept.objects  # type: ignore[no-any-return]
-        if self.group is None or not self.group.alive:
+        if (group := self.running_group) is None:
             raise NoGroup(what)
-        return self.group
+        return group
 
     # -- %makedip
 
@@ -157,7 +157,7 @@ class DipMagics(Traits):
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group; to restart it type -r instead")
             if args.info:
                 raise BadInput(f"%makedip {line.strip()}: -k ends the group, so there is nothing to show; leave out -i")
-            ended = 0 if self.group is None or not self.group.alive else self.group.world_size
+            ended = 0 if (group := self.running_group) is None else group.world_size
             was_on = self.autodipper.state != "off"
             self.end_group()
             what = f"ended {ended} rank{'s' * (ended != 1)}" if ended else "there was no group"
@@ -173,7 +173,7 @@ class DipMagics(Traits):
 
     def _start_or_attach(self, args: Any, line: str) -> None:
         """Start a kept group, or attach to one; this notebook must not have a group."""
-        if self.group is not None and self.group.alive:
+        if self.running_group is not None:
             raise BadInput(f"%makedip {line.strip()}: this notebook has a group already; end it with %makedip -k first")
         if args.kill or args.info or args.repair or args.source or args.dry_run:
             raise BadInput(f"%makedip {line.strip()}: leave out -k, -i, --repair and --dry-run beside --keep")
@@ -243,8 +243,8 @@ class DipMagics(Traits):
 
     def _has_only_ended_ranks(self) -> bool:
         """Return whether every rank of the group has ended on this machine, so that nothing is left to lose."""
-        group = self.group
-        return group is not None and group.alive and not group.request.hosts and not group.ranks.live
+        group = self.running_group
+        return group is not None and not group.request.hosts and not group.ranks.live
 
     def _repair_group(self, args: Any, line: str) -> None:
         from ddip.output.progress import Progress

@@ -137,8 +137,8 @@ class SaveMagics(GroupMagics):
                 self._former[number] = signal.signal(number, self._handle_warning)
 
     def _end_schedule(self) -> None:
-        if self._main.group is not None and self._main.group.alive:
-            self._main.group.save_every(None)
+        if (group := self._main.running_group) is not None:
+            group.save_every(None)
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()
@@ -150,8 +150,8 @@ class SaveMagics(GroupMagics):
             self.shell.events.unregister("post_run_cell", self._after_cell)
 
     def _after_cell(self, result: Any) -> None:
-        group = self._main.group
-        if group is None or not group.alive:
+        group = self._main.running_group
+        if group is None:
             return
         try:
             if error := group.saves.background_error():
@@ -170,9 +170,9 @@ class SaveMagics(GroupMagics):
 
     def _save_before_end(self, number: int) -> None:
         """Save, then end the notebook if it was asked to end."""
-        group = self._main.group
+        group = self._main.running_group
         try:
-            if group is not None and group.alive:
+            if group is not None:
                 group.save_before_end(POINT_SECONDS)
         except DdipError as error:
             print(f"ddip: {error}")

@@ -92,10 +92,15 @@ class Traits(Magics):
     shell: InteractiveShell
     group: Group | None = None
 
+    @property
+    def running_group(self) -> Group | None:
+        """The group; None if there is none, or if it has ended."""
+        return self.group if self.group is not None and self.group.alive else None
+
     @observe("collect")
     def _collect_changed(self, change: dict[str, Any]) -> None:
-        if self.group is not None and self.group.alive:
-            self.group.set_collect(change["new"])
+        if (group := self.running_group) is not None:
+            group.set_collect(change["new"])
 
     @observe("keep_output_bytes")
     def _keep_changed(self, change: dict[str, Any]) -> None:
