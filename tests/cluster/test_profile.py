@@ -291,5 +291,5 @@ def test_the_magics_show_the_profile(notebook: Notebook) -> None:
     notebook.ok("%%dip -r 0 --profile\nx = torch.ones(3)")
     (made,) = (notebook.folder / "ddip_profile").iterdir()
     assert {path.name for path in made.iterdir()} == {"rank_0.pt.trace.json.gz", "all_ranks.perfetto-trace"}
-    for typed in ("local --profile", "--profile local", "everywhere --profile"):
+    for typed in ("local --profile", "--profile local", "everywhere --profile", "--profile remote"):
         assert "type %%dip --profile" in notebook.fails(f"%%dip {typed}\npass").message

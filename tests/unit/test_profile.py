@@ -12,7 +12,6 @@ import pytest
 from ddip.errors import BadInput
 from ddip.group.profiling import stragglers, traces
 from ddip.group.profiling.profile import clock_offset, folder_for
-from ddip.notebook.arguments import check_profile
 from ddip.output.tables import profile_report
 from ddip.output.tables.profile_report import Profile
 from ddip.protocol.reports import CollectiveRow, ProfileReport
@@ -331,14 +330,6 @@ def test_an_unwritable_folder_is_refused_and_a_former_profile_removed(tmp_path: 
         (tmp_path / name).write_text("")
     assert folder_for(str(tmp_path)) == tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine.json"]
-
-
-def test_only_ranks_can_be_profiled() -> None:
-    check_profile(None, "local", ("remote", "local"))
-    check_profile("folder", "remote", ("remote", "local"))
-    for typed, where in (("", "local"), ("local", "remote"), ("remote", "remote")):
-        with pytest.raises(BadInput, match="type %%dip --profile"):
-            check_profile(typed, where, ("remote", "local"))
 
 
 def test_a_trace_cut_off_by_a_full_disk_raises(tmp_path: Path) -> None:
