@@ -81,7 +81,7 @@ class WatchMagics(GroupMagics):
             return
         self._end_view(f"it moved below cell [{cell_number()}]")
         self._view = LiveView(group)
-        self.shell.events.register("pre_run_cell", self._cell_begins)
+        self.shell.events.register("pre_run_cell", self._view.cell_begins)
         self.shell.events.register("post_run_cell", self._cell_ends)
         atexit.register(self.close)
 
@@ -89,10 +89,6 @@ class WatchMagics(GroupMagics):
         from ddip.output.tables.vitals_table import table_text
 
         print(table_text(group.vitals()))
-
-    def _cell_begins(self, info: Any) -> None:
-        if self._view is not None:
-            self._view.cell_begins()
 
     def _cell_ends(self, result: Any) -> None:
         if self._view is None:
@@ -107,7 +103,7 @@ class WatchMagics(GroupMagics):
         view, self._view = self._view, None
         if view is None:
             return False
-        self.shell.events.unregister("pre_run_cell", self._cell_begins)
+        self.shell.events.unregister("pre_run_cell", view.cell_begins)
         self.shell.events.unregister("post_run_cell", self._cell_ends)
         atexit.unregister(self.close)
         view.end(f"ddip: %dipwatch has ended: {why}")
@@ -142,7 +138,7 @@ class LiveView:
         self._thread = threading.Thread(target=self._run, name="ddip-watch", daemon=True)
         self._thread.start()
 
-    def cell_begins(self) -> None:
+    def cell_begins(self, info: Any) -> None:
         """Request a poll soon, because a notebook cell has begun that may run on the ranks."""
         self._carrier_area = CellOutputArea()
         self._carrier_area.close()

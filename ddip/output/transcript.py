@@ -208,11 +208,6 @@ class RankTranscript:
         """Remove the Output widget `model`, which the page now shows, and return the captured items."""
         return self._areas.pop(model).items if model in self._areas else []
 
-    @property
-    def outside(self) -> bool:
-        """True if a widget that the page shows captures the current output."""
-        return bool(self._capturing) and self._capturing[-1] not in self._areas
-
     def capture(self, model: str, on: bool) -> None:
         """Begin to capture output in the Output widget `model`, or end that."""
         if on:
@@ -222,7 +217,8 @@ class RankTranscript:
 
     @property
     def _target(self) -> list[Item]:
-        return self._areas[self._capturing[-1]].items if self._capturing and not self.outside else self.items
+        model = self._capturing[-1] if self._capturing else ""
+        return self._areas[model].items if model in self._areas else self.items  # the page shows the others
 
     def _prepare_to_add(self) -> None:
         """Apply a delayed clear, because new output comes."""

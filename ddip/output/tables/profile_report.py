@@ -103,6 +103,8 @@ class Profile:
 
 
 NAMES = {"loading": "data loading"}
+RANK_HEAD = ["rank", "seconds", *(NAMES.get(part, part) for part in PARTS), "in Python"]
+KIND_HEAD = ["collective", "count", "seconds", "waiting", "begun last by"]
 LETTERS = dict(zip(PARTS, "#=.%-", strict=True))
 """Characters of the bars in a terminal, by part."""
 COLOURS = dict(zip(PARTS, ("#4c9a5b", "#4878cf", "#e0a13a", "#9467bd", "#b8b8b8"), strict=True))
@@ -121,13 +123,13 @@ def report_text(profile: Profile) -> str:
     """Return the report as text, for a terminal and for pages without HTML."""
     lines = [_title_text(profile)]
     if profile.ranks:
-        lines.append(_align_table([_rank_head(), *map(_rank_row, profile.ranks.values())]))
+        lines.append(_align_table([RANK_HEAD, *map(_rank_row, profile.ranks.values())]))
         longest = max(each.seconds for each in profile.ranks.values())
         lines += [f"rank {rank}  {_text_bar(each, longest)}" for rank, each in profile.ranks.items()]
         lines.append("  ".join(f"{LETTERS[part]} {_part_name(part)}" for part in PARTS))
     kinds = _kind_rows(profile.collectives)
     if kinds:
-        lines.append(_align_table([_kind_head(), *kinds]))
+        lines.append(_align_table([KIND_HEAD, *kinds]))
     return "\n".join([*lines, *profile_remarks(profile)])
 
 
@@ -136,12 +138,12 @@ def report_html(profile: Profile) -> str:
     parts = [f"<div><b>{markup.escape(_title_text(profile))}</b></div>"]
     if profile.ranks:
         parts += [
-            html_table([_rank_head(), *map(_rank_row, profile.ranks.values())], range(1, 8)),
+            html_table([RANK_HEAD, *map(_rank_row, profile.ranks.values())], range(1, 8)),
             _svg_plot(profile.ranks),
         ]
     kinds = _kind_rows(profile.collectives)
     if kinds:
-        parts.append(html_table([_kind_head(), *kinds], range(1, 5)))
+        parts.append(html_table([KIND_HEAD, *kinds], range(1, 5)))
     parts += [f"<div>{markup.escape(line)}</div>" for line in profile_remarks(profile)]
     return f'<div class="ddip-profile">{"".join(parts)}</div>'
 
@@ -215,17 +217,9 @@ def _title_text(profile: Profile) -> str:
     return f"where the time of the cell went: {ranks_text(list(profile.ranks))}, {_seconds_text(longest)}"
 
 
-def _rank_head() -> list[str]:
-    return ["rank", "seconds", *map(_part_name, PARTS), "in Python"]
-
-
 def _rank_row(each: RankProfile) -> list[str]:
     shares = [f"{getattr(each, part):.2f} ({_share_text(getattr(each, part), each.seconds)})" for part in PARTS]
     return [str(each.rank), f"{each.seconds:.2f}", *shares, f"{each.python:.2f}"]
-
-
-def _kind_head() -> list[str]:
-    return ["collective", "count", "seconds", "waiting", "begun last by"]
 
 
 def _kind_rows(collectives: Sequence[Collective]) -> list[list[str]]:
