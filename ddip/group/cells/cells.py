@@ -26,16 +26,8 @@ from ddip.group.cells.cell_state import LOOK_SECONDS, Limits
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.cells.differences import Differences
 from ddip.group.cells.history import History
-from ddip.group.cells.running import (
-    Requests,
-    RunningCell,
-    tell_aborted,
-    tell_replaced,
-    tell_settings,
-    tell_unchecked,
-    unfinished_ranks,
-)
-from ddip.group.members.ranks import Ranks
+from ddip.group.cells.running import RunningCell, tell_aborted, tell_replaced, tell_settings, tell_unchecked
+from ddip.group.members.ranks import Ranks, Requests, unfinished_ranks
 from ddip.group.members.watch import StopProgress
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.group.process_group.signatures import DIFFERENT

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ddip.cluster.cluster_api import Message, Recipient, Request
+from ddip.cluster.cluster_api import Message, Recipient
 from ddip.errors import (
     MOST_OUTPUTS,
     RANK_ENDED,
@@ -55,7 +55,7 @@ from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.cells.vain_waits import VainWaits
 from ddip.group.debugging.dialogue import Dialogue, can_prompt
 from ddip.group.debugging.open_questions import OpenQuestion, OpenQuestions
-from ddip.group.members.ranks import Ranks
+from ddip.group.members.ranks import Ranks, Requests, unfinished_ranks
 from ddip.group.members.watch import StopProgress, Watch
 from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.group.process_group.signatures import DIFFERENT, find_different_waits
@@ -204,7 +204,6 @@ STILL_SECONDS = 2.0
 DRAW_SECONDS, PAUSE_SECONDS = 0.1, 0.03
 """Interval of redrawing output that changes in place, and time to collect output before the next redraw: each redraw
 sends a message to the page."""
-Requests: TypeAlias = Mapping[int, Request]
 
 
 @dataclass(frozen=True)
@@ -702,8 +701,3 @@ class RunningCell:
             ):
                 return CellStalled(after_caught=True)
         return None
-
-
-def unfinished_ranks(replies: Requests) -> list[int]:
-    """Return the ranks that have not replied."""
-    return [rank for rank, future in replies.items() if not future.done()]

@@ -63,14 +63,13 @@ class Ranks(Members):
         call: RemoteCall[R],
         *,
         release: Callable[[], object] | None = None,
-        stoppable: bool = True,
         size: int = 0,
     ) -> list[R]:
         """Make `call` on the main thread of each of `ranks`, and return the results in order.
 
         Waits; see `ask_each`.
         """
-        return self.ask_each(dict.fromkeys(ranks, call), release=release, stoppable=stoppable, size=size)
+        return self.ask_each(dict.fromkeys(ranks, call), release=release, size=size)
 
     def ask_soon(self, calls: Mapping[int, RemoteCall[R]], *, release: Callable[[], object] | None = None) -> list[R]:
         """Make calls as `ask_each` does, within ASK_SECONDS, so that no endless finalizer hangs the notebook.
@@ -92,7 +91,6 @@ class Ranks(Members):
         deadline: float | None = None,
         *,
         release: Callable[[], object] | None = None,
-        stoppable: bool = True,
         together: bool = True,
         size: int = 0,
     ) -> list[R]:
@@ -100,29 +98,26 @@ class Ranks(Members):
 
         Waits for all ranks. The stop button, the `deadline` (on ``time.monotonic``), or a failed rank that others wait
         for ends the requests early: ranks are interrupted, and `release` aborts the collectives of those that wait in
-        one. Ranks that do not stop are in `abandoned` from then on. If the call is not `stoppable`, ranks are left to
-        finish by themselves. If they do not act `together`, a rank that fails ends nothing for the others. `size`:
-        bytes that calls and answers carry, if that is many, for messages about slow links.
+        one. Ranks that do not stop are in `abandoned` from then on. If they do not act `together`, a rank that fails
+        ends nothing for the others. `size`: bytes that calls and answers carry, if that is many, for messages about
+        slow links.
 
         Raises RequestFailed if a rank failed, has ended or was late, RequestInterrupted, or GroupError if the
         controller ends.
         """
         doing = next((call.label for call in calls.values()), "")
         with stopping.note_presses() as button:
-            if button.pressed and stoppable:  # pressed earlier, and not handled yet
+            if button.pressed:  # pressed earlier, and not handled yet
                 button.take()
                 raise RequestInterrupted(f"{doing} was interrupted before it began")
             self._ensure_none_ended(calls, doing)
             requests = {rank: self._send(rank, call) for rank, call in calls.items()}
             button.watch(requests.values())
             self._wait_for_all(requests, deadline, button, GRACE_SECONDS if together else None)
-            unfinished = _unfinished_ranks(requests)  # read before the problems, as a rank may answer in between
+            unfinished = unfinished_ranks(requests)  # read before the problems, as a rank may answer in between
             problems = self._errors_of(requests)
-            if unfinished and stoppable:
+            if unfinished:
                 self._stop_requests(requests, unfinished, doing, button, release, size)
-            elif unfinished:
-                unfinished = self._wait_for_end(requests, unfinished, doing, button)
-                problems = self._errors_of(requests)
         if problems or unfinished:
             raise self._make_failure(doing, problems, unfinished, together)
         # popped, since a future is a reference cycle and would keep the result until the garbage collector runs
@@ -171,7 +166,7 @@ class Ranks(Members):
         ends.
         """
         failed_at: float | None = None
-        while _unfinished_ranks(requests) and not button.pressed:
+        while unfinished_ranks(requests) and not button.pressed:
             now = time.monotonic()
             if failed_at is None and self._errors_of(requests):
                 failed_at = now
@@ -200,13 +195,14 @@ class Ranks(Members):
         pressed = button.pressed
         self._interrupt_again(requests, button)
         self._wait_after_stop(requests, button, REQUEST_GRACE_SECONDS)
-        if release is not None and _unfinished_ranks(requests):
+        if release is not None and unfinished_ranks(requests):
             release()
         self._wait_after_stop(requests, button, STOP_SECONDS)
         slow_hosts = self.wait_for_links(requests, button, size)
         if not pressed:  # no user is waiting for a stop, so a loaded machine gets the time that it needs
             self._wait_while_moving(requests, button)
-        stuck = self._abandon_requests(requests, doing, size)
+        stuck = unfinished_ranks(requests)
+        self.abandoned.update({rank: AbandonedRequest(requests[rank], doing, size) for rank in stuck})
         if pressed:
             button.take()
             if stuck and slow_hosts:
@@ -216,33 +212,12 @@ class Ranks(Members):
                 )
             raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
 
-    def _wait_for_end(
-        self, requests: Requests, unfinished: Sequence[int], doing: str, button: stopping.Button
-    ) -> list[int]:
-        """Wait briefly for requests that must not be stopped; abandon those that are not done, and return their ranks.
-
-        `unfinished` are the ranks that the error names. Raises RequestInterrupted if some were abandoned and the stop
-        button was pressed. If all have ended, the caller still has to handle a press.
-        """
-        self._wait_after_stop(requests, None, STOP_SECONDS)
-        stuck = self._abandon_requests(requests, doing)
-        if stuck and button.pressed:
-            button.take()
-            raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
-        return stuck
-
-    def _abandon_requests(self, requests: Requests, doing: str, size: int = 0) -> list[int]:
-        """Abandon the `requests` that are not done; return their ranks. `doing` and `size` describe them."""
-        stuck = _unfinished_ranks(requests)
-        self.abandoned.update({rank: AbandonedRequest(requests[rank], doing, size) for rank in stuck})
-        return stuck
-
-    def _wait_after_stop(self, requests: Requests, button: stopping.Button | None, seconds: float) -> None:
+    def _wait_after_stop(self, requests: Requests, button: stopping.Button, seconds: float) -> None:
         """Wait until all `requests` are done, at most `seconds`; a press of the stop button interrupts again."""
         end = time.monotonic() + seconds
-        while _unfinished_ranks(requests) and time.monotonic() < end:
+        while unfinished_ranks(requests) and time.monotonic() < end:
             concurrent.futures.wait([r for r in requests.values() if not r.done()], timeout=0.05)
-            if button is not None and button.pressed:
+            if button.pressed:
                 self._interrupt_again(requests, button)
 
     def wait_for_links(self, requests: Requests, button: stopping.Button, size: int = 0) -> list[str]:
@@ -254,7 +229,7 @@ class Ranks(Members):
         behind; none if the requests are done or no link was the reason.
         """
         end, notified = time.monotonic() + LINK_SECONDS, False
-        while unfinished := _unfinished_ranks(requests):
+        while unfinished := unfinished_ranks(requests):
             hosts = {host.name: host for rank in unfinished if (host := self.host(rank)).name and not host.lost}
             answers = {name: host.begin(on_host.count_cores) for name, host in hosts.items()}
             button.wait_for(answers.values(), BEHIND_SECONDS)
@@ -279,15 +254,15 @@ class Ranks(Members):
 
     def _wait_while_moving(self, requests: Requests, button: stopping.Button) -> None:
         """Wait as long as ranks make progress towards the end of their `requests`."""
-        if unfinished := _unfinished_ranks(requests):
+        if unfinished := unfinished_ranks(requests):
             ending = StopProgress(self, unfinished)
             while ending.find_moving(unfinished):
                 self._wait_after_stop(requests, button, stopping.LOOK_SECONDS)
-                unfinished = _unfinished_ranks(requests)
+                unfinished = unfinished_ranks(requests)
 
     def _interrupt_again(self, requests: Requests, button: stopping.Button) -> None:
         button.take()
-        self.interrupt({rank: requests[rank].msg_id for rank in _unfinished_ranks(requests)})
+        self.interrupt({rank: requests[rank].msg_id for rank in unfinished_ranks(requests)})
 
     def _interrupted_text(self, doing: str, ranks: Sequence[int], stuck: Sequence[int]) -> str:
         lines = [f"{doing} was interrupted on {ranks_text(ranks)}"]
@@ -330,7 +305,7 @@ class Ranks(Members):
         Does not wait.
         """
         if self._late:
-            self.interrupt({rank: self._late[rank].msg_id for rank in _unfinished_ranks(self._late)})
+            self.interrupt({rank: self._late[rank].msg_id for rank in unfinished_ranks(self._late)})
             self._late.clear()
 
     @property
@@ -347,6 +322,6 @@ def _rest_text(size: int) -> str:
     return f"the rest (up to {size_text(size)})" if size else "what is under way"
 
 
-def _unfinished_ranks(requests: Requests) -> list[int]:
+def unfinished_ranks(requests: Requests) -> list[int]:
     """Return the ranks that have not answered."""
     return [rank for rank, request in requests.items() if not request.done()]
