@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ddip.cluster.cluster_api import Cluster, Reply
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.exit_diagnosis import HostMemory, cause_text, exit_text
-from ddip.cluster.processes.host import ASK_SECONDS, Host, HostLost
+from ddip.cluster.processes.host import ASK_SECONDS, Host, HostLost, LocalHost
 from ddip.errors import NONE_LEFT, RANK_ENDED, REPAIR, GroupError, RankError, error_clauses
 from ddip.group import stopping
 from ddip.group.members.placement import DeviceBinding
@@ -93,7 +93,7 @@ class Members:
 
         Does not wait for the answers, and sends no request to hosts that have yet to answer the last one.
         """
-        for host, on_this_host in self._by_host(ranks).items():
+        for host, on_this_host in self.by_host(ranks).items():
             if host not in self._asked or self._asked[host].done():
                 members = [self.members[rank] for rank in on_this_host]
                 self._asked[host] = self.cluster.hosts[host].begin(
@@ -120,7 +120,7 @@ class Members:
 
         Ranks on a host that does not answer within `seconds` are missing.
         """
-        by_host = self._by_host(ranks)
+        by_host = self.by_host(ranks)
         requests = {
             host: self.cluster.hosts[host].begin(function, [self.members[rank].pid for rank in on_this_host])
             for host, on_this_host in by_host.items()
@@ -131,7 +131,8 @@ class Members:
                 results |= dict(zip(on_this_host, requests[host].result(seconds), strict=True))
         return results
 
-    def _by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+    def by_host(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """Return `ranks` by the number of their host."""
         by_host: dict[int, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.members[rank].binding.host, []).append(rank)
@@ -140,6 +141,10 @@ class Members:
     def host(self, rank: int) -> Host:
         """Return the host on which the process of `rank` is, or was."""
         return self.cluster.host_of(self.members[rank].engine)
+
+    def is_beside(self, rank: int) -> bool:
+        """Return whether `rank` is on the notebook's host, so that they can share memory and files."""
+        return isinstance(self.host(rank), LocalHost)
 
     def describe_end(self, rank: int) -> RankError:
         """Describe the end of `rank` as an error: its PID, how and why it ended, and the end of its log."""

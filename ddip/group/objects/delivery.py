@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ddip.cluster.processes.host import LocalHost
 from ddip.errors import RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
@@ -101,7 +100,8 @@ class _Delivery:
     ) -> None:
         self._ranks, self._packed, self._to, self._button, self._held = ranks, packed, to, button, held
         self._progress, self._along = progress, list(along)
-        self._beside, self._elsewhere = self._by_host(to)
+        self._beside = [rank for rank in to if ranks.is_beside(rank)]
+        self._elsewhere = list(ranks.by_host([rank for rank in to if rank not in self._beside]).values())
         self._total_bytes, self._sent_bytes = sum(pickled.room for pickled in packed.values()), 0
         self._rounds = bool(self._beside) + bool(self._elsewhere)
         """Number of times that all objects are sent or written, for the progress."""
@@ -140,15 +140,6 @@ class _Delivery:
 
     def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[PushResult]) -> dict[int, PushResult]:
         return dict(zip(ranks, self._ranks.ask(ranks, call), strict=True)) if ranks else {}
-
-    def _by_host(self, to: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-        """Split the ranks `to` into those beside the notebook, and those on each other host."""
-        by_host: dict[int, list[int]] = {}
-        for rank in to:
-            by_host.setdefault(self._ranks.members[rank].binding.host, []).append(rank)
-        beside = [host for host in by_host if isinstance(self._ranks.cluster.hosts[host], LocalHost)]
-        near = [rank for host in beside for rank in by_host.pop(host)]
-        return near, list(by_host.values())
 
     def _write_shared(self, loads: Sequence[Load]) -> Paths:
         """Write the loads to shared memory on the notebook's host; return its paths, none if that fails."""

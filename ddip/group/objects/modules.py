@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 
 from ddip.cluster.processes import on_host
-from ddip.cluster.processes.host import LocalHost
 from ddip.errors import BadInput, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
@@ -302,11 +301,7 @@ class Modules:
 
 def _ranks_elsewhere(ranks: Ranks) -> dict[int, list[int]]:
     """Return the ranks on hosts other than the notebook's, by host number."""
-    by_host: dict[int, list[int]] = {}
-    for rank, member in enumerate(ranks.members):
-        if not isinstance(ranks.cluster.hosts[member.binding.host], LocalHost):
-            by_host.setdefault(member.binding.host, []).append(rank)
-    return by_host
+    return ranks.by_host([rank for rank in range(len(ranks.members)) if not ranks.is_beside(rank)])
 
 
 def _modules_folder(ranks: Ranks, host: int) -> Path:

@@ -33,3 +33,12 @@ class PartSize:
         if size >= self.size:  # the last part of an object says little
             speed = size / max(1e-6, time.monotonic() - began)
             self.size = min(MOST, GROWTH * self.size, max(LEAST, int(speed * PART_SECONDS)))
+
+    def split(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of each part of an object of `size` bytes; the caller transfers it before the next."""
+        begin = 0
+        while begin < size:
+            end = min(size, begin + self.size)
+            with self.measure(end - begin):
+                yield begin, end
+            begin = end

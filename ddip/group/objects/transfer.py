@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddip.cluster.processes.host import LocalHost
 from ddip.errors import BadInput, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
@@ -167,7 +166,7 @@ def fetch_variables(
 
 def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progress: Report, known: str) -> list[Fetched]:
     progress(f"ddip: {ranks_text(of)} {'packs' if len(of) == 1 else 'pack'} {', '.join(names)}")
-    beside = {rank: isinstance(ranks.host(rank), LocalHost) for rank in of}
+    beside = {rank: ranks.is_beside(rank) for rank in of}
     most = FIRST // (max(1, len(names)) * max(1, len(of) - sum(beside.values())))
     calls = {
         rank: on_rank.pack_variables(list(names), LARGE_BESIDE if is_near else most, is_near, known)
@@ -186,11 +185,9 @@ def _fetch_packed(ranks: Ranks, names: Sequence[str], of: Sequence[int], progres
             memory = read_shared(reply["paths"].get(name, ""), size)
             if memory is None:
                 memory = bytearray()
-                while (begin := len(memory)) < size:
+                for begin, end in part_size.split(size):
                     progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", (done + begin) / total)
-                    end = min(size, begin + part_size.size)
-                    with part_size.measure(end - begin):
-                        memory += ranks.ask([rank], on_rank.pull_part(name, begin, end), size=end - begin)[0]
+                    memory += ranks.ask([rank], on_rank.pull_part(name, begin, end), size=end - begin)[0]
             memories[name] = memory
             done += size
         values = {name: Pickled.of(memories[name], parts) for name, parts in reply["sizes"]}

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ddip.cluster.processes.host import LocalHost
 from ddip.errors import BadInput, RequestFailed, RequestInterrupted
 from ddip.group.members.ranks import Ranks
 from ddip.group.objects.part_size import PartSize
@@ -103,10 +102,6 @@ class Profiling:
     def _trace_path(self, rank: int) -> Path:
         return self.folder / TRACE.format(rank)
 
-    def _is_beside(self, rank: int) -> bool:
-        """Return whether the rank is on the notebook's host, so that the notebook can read its files."""
-        return isinstance(self._ranks.host(rank), LocalHost)
-
     def _collect_reports(
         self, ranks: Sequence[int], stuck: Sequence[int]
     ) -> tuple[dict[int, ProfileReport], dict[int, str]]:
@@ -124,7 +119,7 @@ class Profiling:
         waiting = [rank for rank in ranks if rank not in missing]
         while waiting:
             calls = {
-                rank: on_rank.collect_profile(str(self._trace_path(rank)) if self._is_beside(rank) else "")
+                rank: on_rank.collect_profile(str(self._trace_path(rank)) if self._ranks.is_beside(rank) else "")
                 for rank in waiting
             }
             try:
@@ -136,7 +131,7 @@ class Profiling:
                 waiting = [rank for rank in waiting if rank not in failed]
         faults = {rank: report["fault"] for rank, report in reports.items() if report["fault"]}
         good = {rank: report for rank, report in reports.items() if not report["fault"]}
-        for rank in [rank for rank in good if not self._is_beside(rank)]:
+        for rank in [rank for rank in good if not self._ranks.is_beside(rank)]:
             try:
                 self._fetch_trace(rank, good[rank]["size"])
             except (OSError, RequestFailed) as error:
@@ -147,12 +142,8 @@ class Profiling:
     def _fetch_trace(self, rank: int, size: int) -> None:
         """Fetch the trace of a rank on another host, `size` bytes, and write it to the folder."""
         with self._trace_path(rank).open("wb") as file:
-            part_size, begin = PartSize(), 0
-            while begin < size:
-                end = min(size, begin + part_size.size)
-                with part_size.measure(end - begin):
-                    file.write(self._ranks.ask([rank], on_rank.trace_part(begin, end), size=end - begin)[0])
-                begin = end
+            for begin, end in PartSize().split(size):
+                file.write(self._ranks.ask([rank], on_rank.trace_part(begin, end), size=end - begin)[0])
         self._ranks.ask([rank], on_rank.trace_part(0, 0))
 
     def _clock_offsets(self, ranks: Sequence[int]) -> dict[int, int]:
@@ -161,7 +152,7 @@ class Profiling:
         for rank in ranks:
             host = self._ranks.members[rank].binding.host
             if host not in of_hosts:
-                of_hosts[host] = 0 if self._is_beside(rank) else clock_offset(self._ping_clock(rank))
+                of_hosts[host] = 0 if self._ranks.is_beside(rank) else clock_offset(self._ping_clock(rank))
         return {rank: of_hosts[self._ranks.members[rank].binding.host] for rank in ranks}
 
     def _ping_clock(self, rank: int) -> list[tuple[int, int, int]]:

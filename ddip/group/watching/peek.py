@@ -15,7 +15,6 @@ import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddip.cluster.processes.host import LocalHost
 from ddip.errors import CellError, RequestFailed, RequestInterrupted, TransferError, ranks_text
 from ddip.group import stopping
 from ddip.group.members.ranks import Ranks
@@ -173,7 +172,7 @@ class _Peek:
             )
 
     def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
-        beside = isinstance(self._ranks.host(rank), LocalHost)
+        beside = self._ranks.is_beside(rank)
         values = {}
         for name, parts in reply["sizes"]:
             memory: bytearray | mmap.mmap | None = reply["values"].get(name)
@@ -185,10 +184,8 @@ class _Peek:
 
     def _fetch_parts(self, rank: int, name: str, size: int) -> bytearray:
         """Fetch a pickled object of `size` bytes from a rank, one part at a time."""
-        memory, part_size = bytearray(), PartSize()
-        while (begin := len(memory)) < size:
+        memory = bytearray()
+        for begin, end in PartSize().split(size):
             self._progress(f"ddip: pulling {name} from rank {rank}, {size_text(size)}", begin / size)
-            end = min(size, begin + part_size.size)
-            with part_size.measure(end - begin):
-                memory += self._ask_ranks({rank: on_rank.part_of_peek(self._number, name, begin, end)})[rank]
+            memory += self._ask_ranks({rank: on_rank.part_of_peek(self._number, name, begin, end)})[rank]
         return memory
