@@ -120,7 +120,7 @@ def judge_limits(files: float, threads: float, limit: int, used: int, short: Map
 
 def check_loopback() -> Check:
     """Check the interface over which the ranks of one host talk."""
-    from ddip.group.members.host_facts import loopback_name
+    from ddip.group.process_group.network import loopback_name
 
     name = loopback_name()
     state = psutil.net_if_stats().get(name)

@@ -85,11 +85,11 @@ def check_environment() -> Check:
     """Look for variables that ddip, torch or the ranks react to."""
     from ddip.cluster.processes.on_host import count_cores
     from ddip.group.members.engines import WATCHDOG
-    from ddip.group.members.host_facts import loopback_name, threads_per_rank
+    from ddip.group.process_group.network import loopback_name
     from ddip.protocol.rank_spec import INTERFACE_VARIABLES
 
     interfaces = {name: loopback_name() for name in INTERFACE_VARIABLES}
-    return judge_environment(os.environ, interfaces, threads_per_rank(count_cores(), 2), WATCHDOG)
+    return judge_environment(os.environ, interfaces, max(1, count_cores() // 2), WATCHDOG)
 
 
 def judge_environment(

@@ -319,7 +319,7 @@ def test_a_controller_that_cannot_start_explains_and_leaves_nothing() -> None:
 
 def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = files_and_processes_of(os.getpid())
-    monkeypatch.setattr("ddip.group.members.host_facts.loopback_name", lambda: "nowhere0")
+    monkeypatch.setattr("ddip.group.process_group.network.loopback_name", lambda: "nowhere0")
     began = time.monotonic()
     with pytest.raises(GroupError, match="nowhere0"):
         ddip.Group(2, timeout=60)

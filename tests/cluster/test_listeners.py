@@ -142,16 +142,11 @@ def test_a_group_that_connects_lazily_stays_usable() -> None:
 
 @pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
-def test_the_environment_cannot_put_the_group_on_the_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_cannot_put_the_group_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     with ddip.Group(2, failure_grace=0.1) as group:
-        text = "ddip: GLOO_SOCKET_IFNAME=eth0 is ignored: the ranks are on one host and communicate over lo\n"
-        assert capsys.readouterr().err.count(text) == 1
         assert {host for host, _ in listening_addresses(group)} == {"127.0.0.1"}
         group.run(f"{SETUP}\nos.environ['GLOO_SOCKET_IFNAME'] = os.environ['NCCL_SOCKET_IFNAME'] = 'nowhere0'")
         with pytest.raises(ddip.CellError):
             group.run("if rank == 0: raise ValueError\ndist.barrier()")
         group.run(f"{PROOF}\ndist.new_group([0, 1])")
-        assert "eth0" not in capsys.readouterr().err

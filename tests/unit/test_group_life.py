@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -556,14 +555,6 @@ def test_garbage_collection_is_turned_off_on_every_rank(new_group: NewGroup) -> 
     group = new_group(2)
     group.set_collect(False)
     assert [group.engine(rank).calls[-1] for rank in range(2)] == [on_rank.set_collect.target] * 2
-
-
-def test_an_unused_interface_is_reported(
-    new_group: NewGroup, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    new_group(1)
-    assert re.search("GLOO_SOCKET_IFNAME=eth7 is ignored", capsys.readouterr().err)
 
 
 def test_a_restart_repeats_one_that_has_failed(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:

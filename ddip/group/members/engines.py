@@ -10,7 +10,6 @@ from ddip.cluster import folder, limits
 from ddip.cluster.cluster_api import EngineSpec
 from ddip.cluster.processes.on_host import Facts
 from ddip.errors import BadInput, GroupError
-from ddip.group.members import host_facts as host
 from ddip.group.members import placement
 from ddip.group.members.members import Member
 from ddip.group.members.placement import DeviceBinding, GroupSpec
@@ -130,15 +129,20 @@ def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
     return DeviceBinding(spec.visible(host), spec.gpus[rank], host)
 
 
+def threads_per_rank(cores: int, ranks: int) -> int | None:
+    """Return the number of CPU threads for each of `ranks` on a host with `cores` cores; None: the user sets it."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, cores // max(1, ranks))
+
+
 def _rank_environment(spec: GroupSpec, number: int, facts: Facts) -> dict[str, str]:
     """Return environment variables to set before torch loads on host `number`, which has these `facts`.
 
     They set the number of threads, the GPUs that ranks see, NCCL options and the notebook's switches.
     """
     environment, ranks = switches.find_variables(), spec.ranks_on(number)
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = str(host.threads_per_rank(facts["cores"], len(ranks)))
-        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+    threads = threads_per_rank(facts["cores"], len(ranks))
+    if threads is not None:
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     visible = spec.visible(number)
     if has_nccl(spec.backend):
         variables = _nccl_variables(shared=len(visible) < len(ranks))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ddip.cluster.processes import on_host, preload_client
 from ddip.cluster.processes.host import NEEDED_SECONDS, Host, HostLost, LocalHost, wait_for
 from ddip.errors import GroupError, PartitionError, RequestFailed
-from ddip.group.members import host_facts as host_module
+from ddip.group.members.engines import threads_per_rank
 from ddip.group.members.placement import GroupSpec
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group import network
@@ -195,17 +195,13 @@ class RendezvousFactory:
                 groups=groups,
                 seconds=seconds,
                 interfaces=self._interface_variables(meeting.networks[position], len(meeting.hosts) > 1),
-                threads=self._thread_count(facts["cores"], len(spec.ranks_on(number))),
+                threads=threads_per_rank(facts["cores"], len(spec.ranks_on(number))),
                 notebook=preload_client.notebook_name(),
                 collect=collect,
                 directory=facts["directory"],
                 path=tuple(sys.path if isinstance(self._host_at(number), LocalHost) else facts["path"]),
             )
         return specs
-
-    @staticmethod
-    def _thread_count(cores: int, ranks: int) -> int | None:
-        return None if "OMP_NUM_THREADS" in os.environ else host_module.threads_per_rank(cores, max(1, ranks))
 
     @staticmethod
     def _interface_variables(own: Network, several: bool) -> dict[str, str]:

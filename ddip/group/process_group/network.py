@@ -7,6 +7,7 @@ connections to others. Hosts that try each other show this, whatever their ranks
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from functools import partial
 from ddip.cluster.processes import on_host
 from ddip.cluster.processes.host import NEEDED_SECONDS, Host, HostLost, wait_for
 from ddip.errors import GroupError
-from ddip.group.members import host_facts as host_module
 
 LOOPBACK = "127.0.0.1"
 MOST_GAPS = 4
@@ -38,13 +38,18 @@ class Network:
         return f"{self.address} ({self.interface})"
 
 
+def loopback_name() -> str:
+    """Return the name of the loopback interface."""
+    return "lo" if sys.platform == "linux" else "lo0"
+
+
 def of_hosts(hosts: Sequence[Host]) -> list[Network]:
     """Return the network of each of `hosts`, in order, which have ranks of one group.
 
     The first host is rank 0's. Asks the hosts, and waits. Raises GroupError if one of them has no route to the first.
     """
     if len(hosts) == 1:
-        return [Network(LOOPBACK, host_module.loopback_name())]
+        return [Network(LOOPBACK, loopback_name())]
     first, *others = hosts
     known = next((host.address for host in others if _is_usable(host.address)), on_host.ELSEWHERE)
     address = first.address if _is_usable(first.address) else _find_route(first, known).address

@@ -19,7 +19,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddip.errors import GroupError
-from ddip.group.members import host_facts
 from ddip.group.members.placement import GroupSpec
 from ddip.group.members.ranks import Ranks
 from ddip.group.process_group import connections, signatures
@@ -123,8 +122,6 @@ class ProcessGroupManager:
     def _form_group(self, spec: GroupSpec, collect: bool, deadline: float) -> None:
         self.healthy, self._made_connections = False, {}
         self._steps.forget()
-        if not self._formed and len(spec.hosts) == 1:
-            host_facts.report_ignored_interfaces()
         former, self._meeting = self._meeting, self._prepare_meeting(range(spec.size))
         self._groups_made = self._first_group
         made = self._join_meetings([self._meeting], spec, collect, deadline, SET_UP_SHARE)
