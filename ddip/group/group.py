@@ -346,11 +346,6 @@ class Group:
         return self._parts.new_ranks.ranks
 
     @property
-    def carried(self) -> str:
-        """The settings that the newest ranks took over from the other ranks, as text for the user."""
-        return self._parts.new_ranks.carried
-
-    @property
     def seconds(self) -> float:
         """Duration of the last start, change or repair, in seconds."""
         return self.lifecycle.seconds

@@ -319,7 +319,6 @@ class Lifecycle:
                 spec = self._resolve(request, parts.ranks.cluster.hosts if request.hosts else ())
                 if spec == self.spec and request.app == parts.app.name:
                     return False
-                parts.new_ranks.carried = ""
                 with self.progress.reported_to(report):
                     marks = parts.differences.rank_marks() if spec.size != former.size else []
                     self._form(spec, request)

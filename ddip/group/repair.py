@@ -139,7 +139,6 @@ class _Repair:
         self._ranks, self._cluster, self._cells = parts.ranks, parts.ranks.cluster, parts.cells
         self._engines, self._manager, self._fitness = parts.engines, parts.manager, parts.fitness
         self._app, self._new_ranks = parts.app, parts.new_ranks
-        self._new_ranks.carried = ""
 
     def replace_hosts(self, hosts: Sequence[HostRequest]) -> None:
         """Connect to the replacements of lost hosts, and to lost or new Slurm nodes; wait for them.

@@ -229,8 +229,7 @@ class DipMagics(Traits):
             raise
         self._last_request = self.group.request
         seconds = f"{self.group.seconds:.1f} s" if new else "unchanged"
-        carried = f", new ranks with {self.group.carried}" if new and self.group.carried else ""
-        progress.end(f"{self.group.describe()}{carried}, {seconds}")
+        progress.end(f"{self.group.describe()}, {seconds}")
         if none_runs:
             print("ddip: all former ranks had ended, so the new ones have none of their variables")
         for notice in self.group.notices:
@@ -268,8 +267,7 @@ class DipMagics(Traits):
             progress.end("ddip: all ranks are running; nothing to repair")
         else:
             copied = f", with {', '.join(names)} from rank {source}" if names else ""
-            carried = f", {group.carried}" if group.carried else ""
-            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}{carried}, {group.seconds:.1f} s")
+            progress.end(f"ddip: {ranks_text(replaced)} replaced{copied}, {group.seconds:.1f} s")
 
     def _print_info(self) -> None:
         from ddip.output.tables.tables import info_table

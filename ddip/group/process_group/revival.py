@@ -19,8 +19,6 @@ from ddip.protocol.reports import LostObjects
 AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
 """Word in the names of settings that are copied only between ranks on the same host."""
-MOST_NAMES = 12
-"""Maximum number of settings to name in a repair's message."""
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
 KEPT = "with rank 0's parameters and buffers on every rank"
 
@@ -59,8 +57,6 @@ class NewRanks:
         self._engines: set[int] = set()
         self._without_settings: set[int] = set()
         """Engines that lack the process settings that cells have changed on the others."""
-        self.carried = ""
-        """The settings that the ranks of the last change or repair were given, in words."""
 
     def set_members(self, members: list[Member]) -> None:
         """Set the group's members; those not in the group before count as new, unless the group was empty."""
@@ -83,24 +79,23 @@ class NewRanks:
     def carry_settings(self) -> None:
         """Give the new ranks the process settings that cells have changed on the others.
 
-        `carried` then describes them. Raises RequestFailed or RequestInterrupted.
+        Raises RequestFailed or RequestInterrupted.
         """
-        self.carried = carry_settings(self._ranks, self._ranks_of(self._without_settings))
+        carry_settings(self._ranks, self._ranks_of(self._without_settings))
         self._without_settings.clear()
 
     def _ranks_of(self, engines: set[int]) -> list[int]:
         return [rank for rank, member in enumerate(self._ranks.members) if member.engine in engines]
 
 
-def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
+def carry_settings(ranks: Ranks, new: Sequence[int]) -> None:
     """Copy changed process settings to the ranks `new`, as far as the other ranks agree on them.
 
-    Returns the copied settings in words, empty if there are none, and prints those that could not be copied. Raises
-    RequestFailed or RequestInterrupted.
+    Prints those that could not be copied. Raises RequestFailed or RequestInterrupted.
     """
     kept = [rank for rank in range(len(ranks.members)) if rank not in new]
     if not kept or not new:
-        return ""
+        return
     first, *others = ranks.ask_soon(dict.fromkeys(kept, on_rank.find_changed_settings()))
     agreed = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
     differing = sorted(
@@ -112,22 +107,13 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> str:
         rank: on_rank.take_over_settings(agreed if ranks.members[rank].binding.host == source else elsewhere)
         for rank in new
     }
-    failures = dict(zip(calls, ranks.ask_soon(calls), strict=True))
-    for rank, answer in failures.items():
+    for rank, answer in zip(calls, ranks.ask_soon(calls), strict=True):
         for what, error in answer:
             if error:
                 notify(f"rank {rank} could not copy {what} from rank {kept[0]}: {error}")
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what} differed on {ranks_text(kept)}, so ddip did not set it on {ranks_text(new)}")
-    texts = list(dict.fromkeys(what for answer in failures.values() for what, error in answer if not error))
-    return f"{_join_texts(texts)} as on rank {kept[0]}" if texts else ""
-
-
-def _join_texts(texts: Sequence[str]) -> str:
-    more = [f"{len(texts) - MOST_NAMES} more"] if len(texts) > MOST_NAMES else []
-    *first, last = [*texts[:MOST_NAMES], *more]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _revival_text(revived: int, lost_wrappers: int, lost_objects: LostObjects) -> str:
