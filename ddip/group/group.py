@@ -420,8 +420,8 @@ class Group:
                     asked |= until_it_ends.enter_context(self._profiled(profile, where))
                 show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
-                running.cell.script = asked.get("script")
-            cells.run(running, unmatched, asked)
+                running.asked, running.unmatched, running.cell.script = asked, unmatched, asked.get("script")
+            cells.run(running)
 
     def run_there_too(
         self, code: str, ranks: Sequence[int], here: tuple[str, str], *, timeout: float | None, tell: bool
@@ -431,14 +431,15 @@ class Group:
         Waits for its end. `here` is the output in the notebook, as (stdout, stderr), which is not shown again (see
         ``output/cells/background_page.py``). `timeout`, `tell`, and the errors: as in `run`.
         """
-        where = self._checked(ranks)
+        where, asked = self._checked(ranks), self._asked_of_ranks(code)
         with contextlib.ExitStack() as until_it_ends:
             with self.lifecycle.turn:
                 cells = self._parts.cells
                 self.lifecycle.ensure_ready_for_cell(where)
                 show = Differing(where, self._display(tell), here, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
-            cells.run(running, False, self._asked_of_ranks(code))
+                running.asked = asked
+            cells.run(running)
 
     def start(
         self,
@@ -497,10 +498,11 @@ class Group:
             limits = Limits(self.options.failure_grace, self.options.stall_timeout, timeout, self.ranks.can_unblock)
             with contextlib.ExitStack() as until_it_goes_on:
                 running = self._parts.cells.admit(cell, limits, until_it_goes_on)
+                running.asked, running.unmatched = asked, unmatched
                 if profiling is not None:
                     asked |= {"profile": str(profiling.folder)}
                     running.after = lambda stuck: self._show_profile(profiling, where, stuck, output)
-                self._parts.cells.start(running, unmatched, asked, (lambda: ensure_ready(cell)) if queued else None)
+                self._parts.cells.start(running, (lambda: ensure_ready(cell)) if queued else None)
         return cell
 
     def wait_until_free(self, ranks: Sequence[int] | None = None) -> None:

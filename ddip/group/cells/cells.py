@@ -35,7 +35,6 @@ from ddip.output import area
 from ddip.output.area import cell_number, notices_in, notify
 from ddip.output.cells.background_page import BackgroundOutput
 from ddip.output.tables.tables import places_text, still_text
-from ddip.protocol.cell_messages import CellOptions
 from ddip.protocol.reports import CellReport
 
 log = logging.getLogger("ddip")
@@ -201,13 +200,12 @@ class Cells:
         self.history.add(cell)
         return running
 
-    def run(self, running: RunningCell, unmatched: bool, asked: CellOptions) -> None:
+    def run(self, running: RunningCell) -> None:
         """Send an admitted cell to its ranks, show its output, and return when it has ended.
 
-        `unmatched`: it may begin collectives on some ranks only. `asked`: its options for the ranks. Raises CellError,
-        CellTimeout or CellInterrupted, and GroupError if the controller ends.
+        Raises CellError, CellTimeout or CellInterrupted, and GroupError if the controller ends.
         """
-        self._run_to_end(running, unmatched, asked)
+        self._run_to_end(running)
         error, running.cell.error = running.cell.error, None  # else its traceback would keep the frames of all callers
         if error is not None:
             raise error
@@ -215,56 +213,45 @@ class Cells:
             if area.show_pages(reply.result().payload):
                 break  # only the first rank's pages are shown
 
-    def start(
-        self, running: RunningCell, unmatched: bool, asked: CellOptions, ready: Callable[[], object] | None
-    ) -> None:
+    def start(self, running: RunningCell, ready: Callable[[], object] | None) -> None:
         """Start an admitted cell, now or after the cells that it must wait for, and follow it on a thread.
 
-        Returns without waiting. `unmatched`, `asked`: as in `run`. If `ready` is None, the ranks are free, and an error
-        of sending the cell is raised; the caller holds the group's `turn`. Otherwise, the thread waits for the earlier
-        cells and calls `ready`, which prepares the ranks and may raise GroupError. If that fails, or an earlier cell,
-        this cell does not run, and has the error.
+        Returns without waiting. If `ready` is None, the ranks are free, and an error of sending the cell is raised; the
+        caller holds the group's `turn`. Otherwise, the thread waits for the earlier cells and calls `ready`, which
+        prepares the ranks and may raise GroupError. If that fails, or an earlier cell, this cell does not run, and has
+        the error.
         """
         # determined before the thread begins, so that a cell that fails until then also counts
         before = self._cells_before(running.cell)
         sent: Future[None] = Future()
-        args = running, unmatched, asked, ready, before, sent
+        args = running, ready, before, sent
         thread = threading.Thread(target=self._in_background, args=args, name=f"ddip {running.cell.text}", daemon=True)
         try:
             thread.start()
             if ready is None:
                 running.cell.begin()
-                running.send(asked)
+                running.send()
         except BaseException as error:
             sent.cancel()
             running.cell.end(error)
-            self._finish_cell(running, unmatched, over=True)
+            self._finish_cell(running, over=True)
             raise
         sent.set_result(None)
 
     def _in_background(
-        self,
-        running: RunningCell,
-        unmatched: bool,
-        asked: CellOptions,
-        ready: Callable[[], object] | None,
-        before: list[Cell],
-        sent: Future[None],
+        self, running: RunningCell, ready: Callable[[], object] | None, before: list[Cell], sent: Future[None]
     ) -> None:
         concurrent.futures.wait([sent])
         if sent.cancelled():
             return
         with notices_in(running.output.page):
-            if ready is None or self._wait_and_send(running, ready, asked, before):
-                self._run_to_end(running, unmatched, None)
+            if ready is None or self._wait_and_send(running, ready, before):
+                self._run_to_end(running)
 
-    def _wait_and_send(
-        self, running: RunningCell, ready: Callable[[], object], asked: CellOptions, before: list[Cell]
-    ) -> bool:
+    def _wait_and_send(self, running: RunningCell, ready: Callable[[], object], before: list[Cell]) -> bool:
         """Wait for the cells `before` this one, call `ready`, then send the cell; return False if unsent.
 
-        `asked`: its options for the ranks. Never raises: an error becomes the error of the cell, which did not run
-        then.
+        Never raises: an error becomes the error of the cell, which did not run then.
         """
         try:
             self._wait_for_turn(running, before)
@@ -273,11 +260,11 @@ class Cells:
                     raise GroupError(self._ended)
                 ready()
                 running.cell.begin()
-                running.send(asked)
+                running.send()
         except BaseException as error:  # this thread belongs to the cell, so the error becomes the cell's
             running.cell.end(error)
             running.cell.outcome = "not_run"
-            self._finish_cell(running, False, over=True)
+            self._finish_cell(running, over=True)
             return False
         return True
 
@@ -301,17 +288,17 @@ class Cells:
                 raise GroupError(f"{cell.text} did not run: it waited for {failed.text}, which {failed.outcome_text}")
             before = self._cells_before(cell)
 
-    def _run_to_end(self, running: RunningCell, unmatched: bool, asked: CellOptions | None) -> None:
+    def _run_to_end(self, running: RunningCell) -> None:
         """Follow a cell to its end, show that, and update the group; never raises, as the cell has the error.
 
-        `asked`: send the cell with these options first; None: it was sent before. `unmatched` as in `run`.
+        Sends the cell first unless it has been sent.
         """
         cell = running.cell
         raised: BaseException | None = None
         try:
-            if asked is not None:
+            if not running.replies:
                 cell.begin()
-                running.send(asked)
+                running.send()
             running.follow()
         except BaseException as error:  # the controller, or the group, has ended
             raised = error
@@ -322,7 +309,7 @@ class Cells:
         if not self._ended:
             self._run_after(running)
         cell.end(raised or running.error(), stuck=raised is None and bool(running.unfinished))
-        self._finish_cell(running, unmatched, over=raised is not None)
+        self._finish_cell(running, over=raised is not None)
 
     def _run_after(self, running: RunningCell) -> None:
         try:
@@ -331,10 +318,10 @@ class Cells:
         except BaseException as error:  # even a KeyboardInterrupt: the cell has ended, and the remaining steps must run
             notify(f"{running.cell.text}: {error}")
 
-    def _finish_cell(self, running: RunningCell, unmatched: bool, over: bool) -> None:
+    def _finish_cell(self, running: RunningCell, over: bool) -> None:
         """Update the group after the end of a cell, and set the cell's `done`; never raises.
 
-        `unmatched` as in `run`; `over`: the cell did not run to its end, so there is nothing to learn from it.
+        `over`: the cell did not run to its end, so there is nothing to learn from it.
         """
         cell = running.cell
         try:
@@ -347,7 +334,7 @@ class Cells:
                 self._active.pop(cell, None)
                 if running.replies:
                     self._listen_on(running)
-                self._record_end(running, unmatched, over)
+                self._record_end(running, over)
             self.history.trim()
         except BaseException as error:  # `Cell.wait` raises it
             cell.error = cell.error or error
@@ -355,10 +342,10 @@ class Cells:
             self._active.pop(cell, None)
             cell.done.set_result(None)
 
-    def _record_end(self, running: RunningCell, unmatched: bool, over: bool) -> None:
+    def _record_end(self, running: RunningCell, over: bool) -> None:
         """Record how the cell left the group, then report it to the user, in this order as printing may fail.
 
-        `unmatched`, `over` as in `_finish_cell`. The caller holds the group's `turn`.
+        `over` as in `_finish_cell`. The caller holds the group's `turn`.
         """
         failed = running.ending != "good"  # true even if the cell caught the interrupt of a stop
         unfinished_replies = {rank: future for rank, future in running.replies.items() if not future.done()}
@@ -373,7 +360,7 @@ class Cells:
         if over or failed:
             self._differences.note_fault(running.name, trained)
         if not over and not unfinished_replies:
-            self._pending_reports.append((running.reports, failed, unmatched, bool(running.different)))
+            self._pending_reports.append((running.reports, failed, running.unmatched, bool(running.different)))
         checked = self._update_health()
         tell_aborted(running.reports)
         if running.different and running.ending == "good":  # the cell has caught the error that would say so

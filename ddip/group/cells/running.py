@@ -297,6 +297,10 @@ class RunningCell:
         """Description of different collectives in which the ranks waited for each other; empty if they did not."""
         self._ending: StopProgress | None = None
         """Progress of the ranks after an interrupt; None before it."""
+        self.asked: CellOptions = {}
+        """Options of the cell for its ranks."""
+        self.unmatched = False
+        """True if it may begin collectives on some ranks only."""
         self.after: Callable[[Sequence[int]], object] = lambda stuck: None
         """Called when the cell has ended and before its ranks are free, with the ranks that are stuck in it."""
         self._places: dict[int, StackLocation | None] = {}
@@ -316,8 +320,8 @@ class RunningCell:
 
     # -- beginning and end
 
-    def send(self, asked: CellOptions) -> None:
-        """Send the cell to its ranks, with the options `asked`, without waiting.
+    def send(self) -> None:
+        """Send the cell to its ranks, without waiting.
 
         `follow` then shows its output.
         """
@@ -333,7 +337,7 @@ class RunningCell:
             "stdin": self.can_ask,
         }
         recipients = [self._make_recipient(rank) for rank in ranks]
-        requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **asked})
+        requests = self._ranks.cluster.execute(self.cell.code, recipients, {**common, **self.asked})
         self.replies = dict(zip(ranks, requests, strict=True))
         for rank, request in self.replies.items():
             request.add_done_callback(self._sender_of(ReplyArrived(rank)))
