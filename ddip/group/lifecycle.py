@@ -110,7 +110,6 @@ from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.group.process_group.revival import NewRanks
 from ddip.output.area import notify, stop_name
 from ddip.output.progress import Report
-from ddip.protocol.reports import LostObjects
 
 ipp_log = logging.getLogger("ddip.ipyparallel")
 ipp_log.setLevel(logging.ERROR)  # it warns about every engine that ddip ends
@@ -476,7 +475,9 @@ class Lifecycle:
             self.progress(f"ddip: forming a group of {spec.size} rank{'s' * (spec.size > 1)}", 0.9)
             with stopping.note_presses():
                 former = ranks.members, self.request, self.spec
-                lost_objects = None if new else self._leave(deadline)
+                if not new:
+                    parts.app.release()
+                lost_objects = None if new else manager.leave(deadline)
                 ranks.ensure_no_gpu_lost()
                 self._request, self.spec = request, spec
                 parts.new_ranks.set_members(members)
@@ -536,11 +537,3 @@ class Lifecycle:
         texts += [f"rank {rank} is still {doing}" for rank, doing in ranks.busy.items()]
         texts = texts or [str(error).removeprefix("forming the group failed: ")]
         return "; ".join([*texts, *([] if REPAIR in texts[0] else [REPAIR])])
-
-    def _leave(self, deadline: float) -> LostObjects:
-        """Release the app, and make all ranks leave the process group until `deadline`, on ``time.monotonic``.
-
-        Returns the number of wrappers, meshes and subgroups to recreate.
-        """
-        self.parts.app.release()
-        return self.parts.manager.leave(deadline)

@@ -283,11 +283,7 @@ class _Repair:
         if not lost:
             raise BadInput(f"{what}: all ranks are running, so nothing was copied; %dipull and %dipush copy variables")
         if source in lost:
-            here = [rank for rank in range(self._lifecycle.size) if rank not in lost]
-            if not here:
-                raise BadInput(f"{what}: all ranks are lost, with their variables; type %makedip --repair alone")
-            others = f"{'one of ' * (len(here) > 1)}{ranks_text(here)}"
-            raise BadInput(f"{what}: {ranks_text([source])} is lost itself; copy from {others}")
+            raise BadInput(f"{what}: rank {source} is lost itself; copy from another, or type %makedip --repair alone")
         (fetched,) = transfer.fetch_variables(self._ranks, names, [source], self._progress)
         transfer.pickled_values(fetched, "repaired")
         return fetched

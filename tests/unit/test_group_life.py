@@ -316,7 +316,7 @@ def test_a_healthy_group_needs_no_repair(new_group: NewGroup) -> None:
 def test_the_source_of_a_repair_must_live(new_group: NewGroup) -> None:
     group = new_group(2)
     group.scripted.end_engine(1, -9)
-    with pytest.raises(BadInput, match="rank 1 .*rank 0$"):
+    with pytest.raises(BadInput, match="rank 1 is lost itself"):
         group.repair(["x"], 1)
     with pytest.raises(TransferError, match="rank 0 .*variable x;"):
         group.repair(["x"], 0)

@@ -32,8 +32,6 @@ HELP = "commands go to the rank of the prompt; others: rank N, all COMMAND, rank
 HELP_AFTER_ERROR = "u and d move between its frames, q closes the debugger"
 CONTINUE = ("c", "cont", "continue")
 QUIT = ("q", "quit", "exit", "q()", "quit()", "exit()", "EOF")
-OPERATORS = ("in", "is", "if", "and", "or", "not")
-"""Words after which ``rank`` is the variable and no command."""
 
 
 class AskingCell(Protocol):
@@ -205,10 +203,6 @@ class Dialogue:
         match words:
             case ["rank", number] if number.isdecimal():
                 self._change_rank(int(number), waiting)
-            case ["rank" | "ranks", word, *_] if word.isalnum() and word not in OPERATORS:
-                print(
-                    "ddip: type rank N to change to the prompt of rank N, as in rank 1; ranks shows where each rank is"
-                )
             case ["ranks"] | ["all", "ranks"]:
                 print(self._cell.describe_places())
             case ["all"]:

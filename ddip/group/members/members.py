@@ -283,9 +283,12 @@ class Members:
         return places
 
     def stopped_text(self, rank: int) -> str:
-        """Describe a rank that a signal or a debugger has stopped; empty if it is running or has ended."""
-        with contextlib.suppress(HostLost):
-            return self.host(rank).ask(on_host.stopped_text, self.members[rank].pid)
+        """Describe a rank that a signal or a debugger has stopped; empty if it is running or has ended.
+
+        Waits for the rank's host no longer than for a rank.
+        """
+        with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
+            return self.host(rank).begin(on_host.stopped_text, self.members[rank].pid).result(ANSWER_SECONDS)
         return ""
 
     def carry_on(self) -> None:

@@ -69,8 +69,6 @@ class ModulesPushed:
     """Names of those `hosts` that a module was sent to, because they lacked it or had another version."""
     size: int
     """Total size of the modules, in bytes."""
-    beside: bool
-    """True if some ranks are on the notebook's host, where nothing needs to be sent."""
     not_reloaded: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     """Reason of each rank that still uses the version of a module that it imported earlier, by module and rank."""
 
@@ -120,12 +118,10 @@ def find_sources(names: str | Sequence[str]) -> list[Source]:
 
 
 def _find_source(name: str) -> Source:
-    package = name.removesuffix(".py").partition(".")[0]
-    if "." in name and not name.endswith(".py") and package.isidentifier():
-        raise BadInput(f"{MAGIC} {name}: a package is pushed as a whole; type {MAGIC} {package}")
     if not name.isidentifier():
-        better = f"; type {MAGIC} {Path(name).stem}" if Path(name).stem.isidentifier() else ""
-        raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module{better}")
+        better = Path(name).stem.partition(".")[0]
+        advice = f"; type {MAGIC} {better}" if better.isidentifier() else ""
+        raise BadInput(f"{MAGIC} {name}: {name!r} is not the name of a module or package{advice}")
     place = _own_path(name)
     if place.is_dir():
         return Source(name, dict(_files_of(name, place)))
@@ -160,8 +156,6 @@ def _path_of(name: str) -> Path:
     place = Path(folders[0] if folders else spec.origin or "")
     if not folders and (spec.origin in ("built-in", "frozen") or not spec.has_location):
         raise BadInput(f"{MAGIC} {name}: {name} belongs to Python, so every host has it; leave it out")
-    if not folders and place.name.endswith(COMPILED):
-        raise BadInput(f"{MAGIC} {name}: {name} is compiled ({place.name}); {INSTALL}")
     if not (place.is_dir() if folders else place.is_file() and place.suffix == ".py"):
         raise BadInput(f"{MAGIC} {name}: {name} has no source file that can be sent ({place}); {INSTALL}")
     return place
@@ -263,7 +257,6 @@ class Modules:
             hosts=tuple(ranks.cluster.hosts[host].name for host in by_host),
             sent=tuple(ranks.cluster.hosts[host].name for host in by_host if changed[host]),
             size=sum(source.size for source in sources),
-            beside=sum(map(len, by_host.values())) < len(ranks.members),
             not_reloaded={name: by_rank for name, by_rank in not_reloaded.items() if by_rank},
         )
 

@@ -35,7 +35,6 @@ BRIEF_SECONDS = 0.5
 class Rendezvous:
     """The rendezvous of some of a group's ranks."""
 
-    number: int
     ranks: tuple[int, ...]
     """The ranks, in the order of the group that they form."""
     hosts: tuple[int, ...]
@@ -108,7 +107,7 @@ class RendezvousFactory:
     def prepare(self, number: int, ranks: Sequence[int]) -> Rendezvous:
         """Create the rendezvous `number` of `ranks`, with a new MASTER_PORT; raise GroupError if that fails."""
         hosts = tuple(dict.fromkeys(self._ranks.members[rank].binding.host for rank in ranks))
-        meeting = Rendezvous(number, tuple(ranks), hosts, self._networks_between(hosts))
+        meeting = Rendezvous(tuple(ranks), hosts, self._networks_between(hosts))
         first = self._host_at(hosts[0])
         try:
             if len(hosts) == 1:

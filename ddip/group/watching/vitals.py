@@ -19,8 +19,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddip.cluster.processes import on_host
-from ddip.cluster.processes.host import HostLost
 from ddip.group import stopping
 from ddip.group.lifecycle import Lifecycle
 from ddip.group.members.members import ANSWER_SECONDS
@@ -165,18 +163,8 @@ class Sampler:
         if answers and not is_late:
             lost = rank.rank in ranks.gpu_lost
             return with_answer(rank, answers[-1], compute_rates(list(answers)), "GPU lost" if lost else "idle")
-        stopped = _stopped_text(ranks, rank) if is_late else ""
+        stopped = ranks.stopped_text(rank.rank) if is_late else ""
         return replace(rank, state="stopped", doing=stopped) if stopped else rank
-
-
-def _stopped_text(ranks: Ranks, rank: RankVitals) -> str:
-    """Describe a rank that a signal or a debugger has stopped; empty if it was not stopped.
-
-    Waits for the rank's host no longer than for a rank.
-    """
-    with contextlib.suppress(HostLost, concurrent.futures.TimeoutError):
-        return ranks.host(rank.rank).begin(on_host.stopped_text, rank.pid).result(ANSWER_SECONDS)
-    return ""
 
 
 def with_answer(rank: RankVitals, now: Vitals, measured: Rates, idle_state: RankState) -> RankVitals:
