@@ -181,8 +181,6 @@ class CallNotes(TypedDict):
 class Peeked(PackedObjects):
     """Pickled objects of a rank, read while a cell may be running."""
 
-    busy: bool
-    """True if a cell is running."""
     inside: str
     """Operation that the cell was inside while tensor memory was copied; empty: none."""
 

@@ -175,10 +175,10 @@ while not end():
         wait_until(lambda: cells.peek(["ended"])["ended"] > before)
 
 
-def test_a_missing_name_says_when_it_will_be_available(cells: ddip.Group, tmp_path: Path) -> None:
+def test_a_snapshot_names_a_missing_variable(cells: ddip.Group, tmp_path: Path) -> None:
     with running_cell(cells, tmp_path, "def train():\n    inner = 1\n    wait()\nouter = 2\ntrain()"):
         assert cells.peek(["outer"]) == {"outer": 2}
-        with pytest.raises(TransferError, match="rank 0 .*inner yet"):
+        with pytest.raises(TransferError, match="rank 0 .*inner;"):
             cells.peek(["outer", "inner"])
     with pytest.raises(TransferError, match="rank 1 .*inner; .*%%dip"):
         cells.peek(["inner"], 1)
@@ -428,7 +428,7 @@ def test_the_magic_pulls_a_snapshot(notebook: Notebook) -> None:
     assert "pulled mine: " in shown.text and shown.text.endswith("from ranks 0, 1\n")
     notebook.ok("%dipull --now -t 20 step mine\nassert mine == 0\nfirst = step")
     notebook.ok("while step == first:\n    %dipull --now step")
-    assert "rank 0 has no variable nix yet" in notebook.run("%dipull --now nix").message
+    assert "rank 0 has no variable nix" in notebook.run("%dipull --now nix").message
     notebook.ok("open('end', 'w').close(); cell.join()")
     assert notebook.run("%dipull step -t 3").message == (
         "%dipull step -t 3: -t works only with --now; leave it out, or add --now"

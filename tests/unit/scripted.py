@@ -228,7 +228,7 @@ class ScriptedEngine:
         }
 
     def _take_peek(self, number: int, names: list[str], most: int, known: str) -> Peeked:
-        return {**self._pack(names, most, False, []), "busy": self.running is not None, "inside": ""}
+        return {**self._pack(names, most, False, []), "inside": ""}
 
     def _figures(self) -> dict[str, Any]:
         busy = self.running is not None

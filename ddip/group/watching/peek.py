@@ -85,7 +85,6 @@ class _Peek:
         for rank, reply in replies.items():
             if not dict(reply["sizes"]).keys() - reply["values"].keys():
                 self._pending.discard(rank)
-            self._ensure_defined(rank, reply)
             if reply["inside"]:
                 notify(f"rank {rank} was {INSIDE.format(inside=reply['inside'])}")
         return [Fetched(rank, replies[rank], self._receive_values(rank, replies[rank])) for rank in of]
@@ -163,13 +162,6 @@ class _Peek:
             return f"it still pickles {names}"
         where = f"{place}: {place.source}" if place.source else str(place)
         return where if pickling_at is None else f"it pickles {names}, in {where}"
-
-    def _ensure_defined(self, rank: int, reply: Peeked) -> None:
-        if reply["missing"] and reply["busy"]:
-            lack = f"rank {rank} has no variable {', '.join(reply['missing'])} yet"
-            raise TransferError(
-                f"nothing was pulled: {lack}; try again once the cell has assigned it, unless it is local to a function"
-            )
 
     def _receive_values(self, rank: int, reply: Peeked) -> dict[str, Pickled]:
         beside = self._ranks.is_beside(rank)

@@ -356,7 +356,6 @@ def _pickle_names(peek: Peek, names: list[str], most: int, known: str) -> Peeked
         "along": [],
         "shares": [],
         "wrappers": {name: kind for name, value in found.items() if (kind := rank_transfer.wrapper_of(value))},
-        "busy": cells.busy and not cells.doing,
         "inside": "",
     }
     if answer["missing"]:
