@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,19 @@ from ddip.rank.runtime.gpu import gpu
 
 Method: TypeAlias = Callable[..., Any]
 tracebacks.HIDDEN.add(__name__)
+
+
+class Kind(NamedTuple):
+    """Facts about a collective."""
+
+    op: str = ""
+    """User-visible name; empty: that of the method."""
+    output_first: bool = False
+    """True if the first argument receives the result, and the second one is the input."""
+    in_place: bool = False
+    """True if it writes into the tensors that it reads."""
+    sizes_agree: bool = False
+    """True if its inputs have the same sizes on all ranks."""
 
 
 def _cell_line() -> tuple[CodeType | None, int]:
@@ -92,11 +105,9 @@ def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 def _wrap_collective(method: Method) -> Method:
     """Wrap a collective: note it, copy the tensors that it writes in place, and note how it fails."""
-    name = method.__name__
-    op = NAMES.get(name, name)
-    at = None if name == "barrier" else int(name in OUTPUT_FIRST)
-    is_in_place = name in IN_PLACE
-    sizes_agree = name in SIZES_AGREE
+    kind = COLLECTIVES[method.__name__]
+    op = kind.op or method.__name__
+    at = None if op == "barrier" else int(kind.output_first)
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -104,9 +115,9 @@ def _wrap_collective(method: Method) -> Method:
         try:  # an error while noting it must not stop the collective
             code, line = _cell_line()
             inputs = None if at is None or at >= len(args) else args[at]
-            tally = _note_collective(group, op, code, line, inputs, sizes_agree, args[-1] if args else None)
+            tally = _note_collective(group, op, code, line, inputs, kind.sizes_agree, args[-1] if args else None)
             number = tally.last[0] if tally.last else 0
-            if is_in_place:
+            if kind.in_place:
                 written = aborted_tensors.copy_inputs(group, args, code, line)
         except Exception:
             return method(group, *args, **kwargs)
@@ -215,62 +226,32 @@ def _wrap_batch_end(method: Method) -> Method:
     return wrapper
 
 
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+COLLECTIVES = {
+    "_allgather_base": Kind("all_gather_into_tensor", output_first=True, sizes_agree=True),
+    "_reduce_scatter_base": Kind("reduce_scatter_tensor", output_first=True, sizes_agree=True),
+    "all_gather_single": Kind(output_first=True, sizes_agree=True),
+    "all_gather_single_coalesced": Kind(),
+    "all_to_all_single": Kind(output_first=True),
+    "allgather": Kind("all_gather", output_first=True),
+    "allgather_coalesced": Kind(output_first=True),
+    "allgather_into_tensor_coalesced": Kind(),
+    "allreduce": Kind("all_reduce", in_place=True, sizes_agree=True),
+    "allreduce_coalesced": Kind(in_place=True, sizes_agree=True),
+    "alltoall": Kind("all_to_all", output_first=True),
+    "alltoall_base": Kind("all_to_all_single", output_first=True),
+    "barrier": Kind(),
+    "broadcast": Kind(in_place=True, sizes_agree=True),
+    "gather": Kind(output_first=True),
+    "gather_into_tensor": Kind(output_first=True),
+    "gather_single": Kind(output_first=True),
+    "reduce": Kind(in_place=True, sizes_agree=True),
+    "reduce_scatter": Kind(output_first=True),
+    "reduce_scatter_single": Kind(output_first=True, sizes_agree=True),
+    "reduce_scatter_single_coalesced": Kind(),
+    "reduce_scatter_tensor_coalesced": Kind(),
+    "scatter": Kind(output_first=True),
+}
 """Methods of ``ProcessGroup`` that are collectives; not every release of torch has all of them."""
-NAMES = {
-    "_allgather_base": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "allgather": "all_gather",
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all_single",
-}
-"""User-visible names of methods that have another one."""
-OUTPUT_FIRST = {
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
-}
-"""Collectives whose first argument receives the result and whose second one is the input."""
-IN_PLACE = {"allreduce", "allreduce_coalesced", "broadcast", "reduce"}
-"""Collectives that write into the tensors that they read."""
-SIZES_AGREE = IN_PLACE | {"_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"}
-"""Collectives whose inputs have the same sizes on all ranks."""
 REDUCING = {dist.AllreduceCoalescedOptions, dist.AllreduceOptions, dist.ReduceOptions, dist.ReduceScatterOptions}
 """Options of collectives with a ``reduceOp``."""
 ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ReduceOptions, dist.ScatterOptions}
@@ -359,14 +340,13 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
 
     Returns a `StackLocation` as a dict, or None if C++ began the collective or if the line is no longer known.
     """
-    for group, name in _named_groups():
-        tally = tally_of(group)
-        keys = [f"{name} {device}" for device in tally.devices]
-        if key in keys:
-            for begun, code, line, _ in reversed(list(tally.lines)):
-                if begun[keys.index(key)] == number:
-                    return None if code is None else asdict(stacks.place_of_line(code, line))
-    return None
+    tally = _tally_at(key)
+    if tally is None:
+        return None
+    device = tally.devices.index(key.rpartition(" ")[2])
+    found = ((code, line) for begun, code, line, _ in reversed(list(tally.lines)) if begun[device] == number)
+    code, line = next(found, (None, 0))
+    return None if code is None else asdict(stacks.place_of_line(code, line))
 
 
 def signatures_of(key: str) -> list[str]:
