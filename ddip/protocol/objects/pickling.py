@@ -26,7 +26,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import cloudpickle
 from IPython.core.getipython import get_ipython
@@ -38,6 +38,8 @@ from ddip.protocol.text import escape_surrogates
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset, size and stride of a tensor in its storage."""
 INLINE = 1 << 14
 """Bytes below which the memory of an array or tensor is written into the pickle instead of a separate buffer."""
 ALIGNED = 64
@@ -387,9 +389,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
         """Reduce a plain tensor as torch does, in a sixth of the time."""
-        place = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
         storage = self._shared_storage(tensor.untyped_storage())
-        return plain_tensor, (storage, tensor.dtype, *place, tensor.requires_grad)
+        return plain_tensor, (storage, tensor.dtype, *place_of(tensor), tensor.requires_grad)
 
 
 def ensure_whole(obj: Any, torch: Any) -> None:
@@ -430,6 +431,11 @@ def fill_module(module: Any, state: dict[str, Any]) -> None:
     hooks = [hooks for name, hooks in vars(module).items() if name.endswith(HOOKS)]
     numbers = [number for group in hooks if isinstance(group, dict) for number in group if isinstance(number, int)]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(number + 1 for number in numbers)])
+
+
+def place_of(tensor: Any) -> Place:
+    """Return offset, size and stride of a tensor in its storage."""
+    return int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride()
 
 
 def is_plain_tensor(tensor: Any) -> bool:
@@ -476,10 +482,10 @@ def untyped_storage(memory: ReadableBuffer) -> Any:
 def plain_tensor(
     storage: Any, dtype: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
 ) -> Any:
-    """Rebuild a tensor on the CPU."""
+    """Rebuild a tensor on the device of its storage."""
     import torch
 
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
 
 

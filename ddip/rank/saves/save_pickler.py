@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddip.protocol.objects import pickling
+from ddip.protocol.objects.pickling import Place, place_of
 from ddip.rank.inspection import kinds
 from ddip.rank.objects import reducers
 from ddip.rank.saves.imported import Origin, import_object
@@ -67,8 +68,6 @@ class Key(NamedTuple):
 
 Keys: TypeAlias = tuple[Key, ...]
 """The positions at which one object is found; empty if a load makes it anew."""
-Place: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset, size and stride of a tensor in its storage."""
 
 
 @dataclass
@@ -85,11 +84,6 @@ class Slot:
     def is_sharded(self) -> bool:
         """True for a DTensor."""
         return isinstance(self.tensor, DTensor)
-
-
-def place_of(tensor: torch.Tensor) -> Place:
-    """Return offset, size and stride of a tensor in its storage."""
-    return int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride()
 
 
 class SavePickler(pickling.Pickler):
@@ -161,10 +155,6 @@ class SavePickler(pickling.Pickler):
     def on_cpu(self, obj: Any) -> Any:
         """Return `obj` itself: slots may be on any device."""
         return obj
-
-    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
-        storage = self._shared_storage(tensor.untyped_storage())
-        return saved_tensor, (storage, tensor.dtype, *place_of(tensor), tensor.requires_grad)
 
     def _slot_of(self, storage: torch.UntypedStorage) -> int:
         if storage._cdata not in self._known:
@@ -378,14 +368,6 @@ current: contextvars.ContextVar[Loading] = contextvars.ContextVar("loading")
 def loaded_storage(slot: int) -> Any:
     """Return the loaded storage of a slot."""
     return current.get().storages[slot]
-
-
-def saved_tensor(
-    storage: Any, dtype: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
-) -> Any:
-    """Rebuild a tensor on the device of its storage."""
-    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def default_group() -> Any:
