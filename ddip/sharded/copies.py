@@ -18,13 +18,14 @@ import hashlib
 import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddip.sharded.layout import Layout, ShardPosition, local_of
 
+T = TypeVar("T")
 SMALL = 1 << 20
 """Bytes below which parts are sent in one message, as models have thousands of small ones."""
 FEW_BYTES = 1 << 15
@@ -213,7 +214,7 @@ def needed_save(saves: dict[int, Holders], wanted: int) -> int | None:
     return max(saves, key=lambda serial: (min(fewest_copies(saves[serial]), wanted), serial), default=None)
 
 
-def from_all(value: Any) -> list[Any]:
+def from_all(value: T) -> list[T]:
     """Gather `value` of every rank; return the list by rank. All ranks must call this."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

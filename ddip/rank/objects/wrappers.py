@@ -34,6 +34,7 @@ from ddip.rank.objects.live_objects import all_objects
 from ddip.rank.runtime import c10d
 from ddip.rank.runtime.housekeeping import collect_garbage
 from ddip.sharded import contents
+from ddip.sharded.copies import from_all
 
 WRAPPERS = {
     "torch.nn.parallel.distributed": "DistributedDataParallel",
@@ -224,8 +225,7 @@ def _revive_common() -> list[torch.nn.Module]:
     own_wrappers = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
     fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
     buckets = {number: _former_buckets.get(wrapper, []) for number, wrapper in own_wrappers.items()}
-    of_all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all_ranks, (fingerprints, buckets))
+    of_all_ranks = from_all((fingerprints, buckets))
     wrappers = []
     for matched in match_fingerprints([fingerprints for fingerprints, _ in of_all_ranks]):
         # a rank may have failed just before torch filled its buckets

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from ddip.protocol.text import escape_surrogates
@@ -19,7 +18,7 @@ from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_report import VERSION, variable_of
 from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.sharded import contents
-from ddip.sharded.copies import fingerprint_of
+from ddip.sharded.copies import fingerprint_of, from_all
 
 T = TypeVar("T")
 EQUAL_BUT_FOR_BUFFERS = "equal but for buffers"
@@ -33,13 +32,6 @@ class AgreedError(Exception):
     """The reason why a save or load failed, the same on all ranks; nothing has changed."""
 
 
-def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks; a collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def do_on_all(step: Callable[[], T]) -> T:
     """Do `step` on each rank, and return its result; a collective.
 
@@ -51,7 +43,7 @@ def do_on_all(step: Callable[[], T]) -> T:
         result = step()
     except Exception as error:
         failure, cause = reason_text(error), error
-    failures = gather_objects(failure)
+    failures = from_all(failure)
     first = next(filter(None, failures), "")
     if first:
         where = "" if failures.count(first) == len(failures) else f" (on rank {failures.index(first)})"

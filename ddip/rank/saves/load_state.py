@@ -32,20 +32,14 @@ from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
-from ddip.rank.saves.agreement import (
-    EQUAL_BUT_FOR_BUFFERS,
-    AgreedError,
-    Fingerprints,
-    do_on_all,
-    gather_objects,
-    reason_text,
-)
+from ddip.rank.saves.agreement import EQUAL_BUT_FOR_BUFFERS, AgreedError, Fingerprints, do_on_all, reason_text
 from ddip.rank.saves.pickled_parts import PickledParts
 from ddip.rank.saves.save_pickler import Key, Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
 from ddip.rank.saves.tensor_files import TensorReader
 from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, structure_of, with_same_objects
 from ddip.sharded import contents
+from ddip.sharded.copies import from_all
 
 PER_RANK = "it differed between the {then} ranks, and there are {now} now"
 DEFINED = "this session's definition was kept; the saved one, or its attributes, differ"
@@ -164,7 +158,7 @@ def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:
 def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     wait_for_background()
     is_first = dist.get_rank() == 0
-    version = gather_objects(do_on_all(lambda: save_folder.latest_version(folder) if is_first else ""))[0]
+    version = from_all(do_on_all(lambda: save_folder.latest_version(folder) if is_first else ""))[0]
     do_on_all(lambda: save_folder.ensure_visible(version))
     source = do_on_all(lambda: _Source.open(version, names, anyway))
     chosen, not_loaded = source.choose(names)
@@ -174,10 +168,10 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     fitting = [n for n, text in structures.items() if text and n in variables and _has_structure(variables[n], text)]
     keys = find_keys({name: variables[name] for name in fitting})
     fitting = sorted(with_same_objects(source.header["identities"], keys, fitting))
-    in_place = set.intersection(*map(set, gather_objects(fitting)))
+    in_place = set.intersection(*map(set, from_all(fitting)))
     existing = {key: value for key, value in keys.items() if key.variable in in_place}
     replaced = _Namespace(variables)
-    asked = set[str]().union(*gather_objects(chosen))
+    asked = set[str]().union(*from_all(chosen))
     loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, set() if anyway else asked)
     not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
     try:
@@ -198,7 +192,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
         raise
     loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
     history.replace_snapshots()
-    loaded = sorted({name for of_rank in gather_objects([*values]) for name in of_rank})
+    loaded = sorted({name for of_rank in from_all([*values]) for name in of_rank})
     return {
         "error": "",
         "time": source.facts["time"],
@@ -312,7 +306,7 @@ def _agree_on_lost(failed: dict[str, str], needed: set[str]) -> dict[str, str]:
 
     Raises AgreedError if one of them is `needed`.
     """
-    of_ranks = gather_objects(failed)
+    of_ranks = from_all(failed)
     lost: dict[str, str] = {}
     for rank, failures in enumerate(of_ranks):
         for name, why in failures.items():

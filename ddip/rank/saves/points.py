@@ -58,12 +58,12 @@ def _reach_point() -> bool:
 
 
 def _agree_on_save(plan: _Plan) -> bool:
-    from ddip.rank.saves.agreement import gather_objects
+    from ddip.sharded.copies import from_all
 
     now, calls = time.monotonic(), plan.calls - plan.checked_calls
     per_call = (now - plan.checked) / calls if plan.checked_calls else CHECK_SECONDS
     warned = plan.warned
-    answers = gather_objects((per_call, warned, warned or now - plan.last >= plan.schedule["seconds"]))
+    answers = from_all((per_call, warned, warned or now - plan.last >= plan.schedule["seconds"]))
     slowest = max(per_call for per_call, *_ in answers)
     plan.checked, plan.checked_calls = now, plan.calls
     plan.next_check = plan.calls + max(1, int(CHECK_SECONDS / max(slowest, 1e-6)))

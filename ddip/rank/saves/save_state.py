@@ -37,7 +37,6 @@ from ddip.rank.saves.agreement import (
     classify_variables,
     digest_variables,
     do_on_all,
-    gather_objects,
     reason_text,
 )
 from ddip.rank.saves.save_pickler import Slot
@@ -52,6 +51,7 @@ from ddip.rank.saves.variables import (
     structure_of,
 )
 from ddip.sharded import contents
+from ddip.sharded.copies import from_all
 from ddip.sharded.layout import DTensor
 
 HEADER, STREAM = "header", "stream"
@@ -96,7 +96,7 @@ def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
     variables = do_on_all(lambda: choose_variables(names))
     reshard_models(variables.values())
     packed = do_on_all(lambda: pack_variables(variables))
-    ranks = gather_objects(do_on_all(lambda: _describe_part(variables, packed)))
+    ranks = from_all(do_on_all(lambda: _describe_part(variables, packed)))
     slots = do_on_all(lambda: _name_slots(packed, ranks))
     buckets = [contents.buckets_of(wrapper) if contents.buckets_of else [] for wrapper in packed.pickler.wrappers]
     tensors = {name: slot.tensor for name, slot in slots.items()}
@@ -114,7 +114,7 @@ def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
     if background:
         tensors = {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
     tensors |= _stream_tensors(header, packed)
-    sizes = gather_objects({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
+    sizes = from_all({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
     kinds = classify_variables(
         list(dict.fromkeys(name for rank in ranks for name in rank.names)),
         [rank.digests for rank in ranks],
@@ -203,13 +203,13 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _begin_version(folder: str) -> str:
     """Create the folder of a new version on rank 0, and return it on all ranks, which must see it."""
     version = do_on_all(lambda: save_folder.begin_version(folder) if dist.get_rank() == 0 else "")
-    version = gather_objects(version)[0]
+    version = from_all(version)[0]
     do_on_all(lambda: save_folder.ensure_visible(version))
     return version
 
 
 def _write_version(writer: TensorWriter, version: str, summary: dict[str, Any]) -> None:
-    results = gather_objects(do_on_all(writer.write))
+    results = from_all(do_on_all(writer.write))
     do_on_all(lambda: _commit_version(writer, version, summary, results) if dist.get_rank() == 0 else None)
 
 
@@ -298,7 +298,7 @@ def wait_for_background() -> None:
     """Wait on all ranks until the former save is complete; give it up if one of its ranks has ended."""
     for thread in _running:
         thread.written.wait()
-    gather_objects(None)
+    from_all(None)
     for thread in _running:
         thread.abandoned = True  # every part that will be written is there
         thread.join()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from ddip.sharded.copies import from_all
+
 
 class TensorWriter:
     """The writer of one save: create it on all ranks at once, then `write`, then `finish` on rank 0.
@@ -26,8 +28,7 @@ class TensorWriter:
         self._writer, self._planner, self._metadata = FileSystemWriter(folder), DefaultSavePlanner(), None
         self._planner.set_up_planner(dict(tensors), is_coordinator=is_first)
         self._writer.set_up_storage_writer(is_first)
-        plans: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, self._writer.prepare_local_plan(self._planner.create_local_plan()))
+        plans = from_all(self._writer.prepare_local_plan(self._planner.create_local_plan()))
         if is_first:
             plans, self._metadata = self._planner.create_global_plan(plans)
             plans = self._writer.prepare_global_plan(plans)
