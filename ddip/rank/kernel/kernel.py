@@ -51,7 +51,7 @@ This is how an interrupt gets from the stop button to the code of a cell on one 
    ``ProcessGroupManager.release`` makes a file store unreadable and calls ``membership.release_group`` on the control
    thread of each rank. On the CPU, that shuts down the connections between the ranks, and gloo raises. On a GPU, it
    aborts nccl, after which nothing raises; so if work is under way, it interrupts the cell first. Two kinds of waits
-   remain, and the thread ``ddip-release`` ends them (``released_waits.py``). One is gloo's wait for the rest of a
+   remain, and the thread ``ddip-release`` ends them (``membership.py``). One is gloo's wait for the rest of a
    message. It ends as if the rest had arrived, so the cell is interrupted before. When the wait has ended, Python
    handles the signal of step 3. If another rank has failed and no one has pressed stop, ABORT comes alone: gloo's error
    ends the cell, and the report says where the rank had waited (``membership.waited_in``).

@@ -9,7 +9,7 @@ begin, the two functions that abort its waits are called. They are public in glo
 ``tests/unit/test_private_names.py`` fails when a release changes their names.
 
 An aborted wait returns as if the message had arrived, so the collective continues with undefined values. Therefore the
-caller (``released_waits.py``) interrupts the cell first.
+caller (``membership.py``) interrupts the cell first.
 
 Risk: the address may lie in a buffer of another group, on which a collective of the user waits; that one then also
 continues with undefined values, in a cell that is interrupted. Only ranks whose group has been released are searched.

@@ -7,6 +7,7 @@ ranks join another group afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ from ddip.protocol.rank_spec import RankSpec, has_nccl
 from ddip.protocol.reports import CellReport, Ends, LeaveReport, LostObjects
 from ddip.rank import user_namespace
 from ddip.rank.inspection.advice import watch_samplers
-from ddip.rank.native import sockets
+from ddip.rank.native import lost_waits, sockets
 from ddip.rank.objects import changes, wrappers
 from ddip.rank.process_group import (
     aborted_tensors,
@@ -32,7 +33,6 @@ from ddip.rank.process_group import (
     init_in_cells,
     meshes,
     rank_vitals,
-    released_waits,
     setup,
 )
 from ddip.rank.runtime import c10d, descriptors, process_settings, stacks, stores
@@ -55,6 +55,8 @@ ABORT_FIRST_SECONDS = 0.5
 """Maximum time that shutting down connections waits for the aborts, which a user's GPU kernel may hold up."""
 LAST_BEGIN_SECONDS, BEGIN_POLL_SECONDS = 0.05, 0.005
 """Maximum time that an abort waits for an interrupted cell, and the time between two looks whether it begins more."""
+LOST_SECONDS = 0.2
+"""Time for which a wait must last after a release to be considered lost."""
 ABORT_SECONDS = 5.0
 """Maximum time of an abort; a rank that exceeds it cannot leave its group."""
 _is_set_up = False
@@ -311,7 +313,25 @@ def _finish_release(store: str, connections: list[Ends] | None) -> None:
     """Finish the slow steps of a release: shut down `connections` after the aborts, then end lost waits."""
     if connections is not None:
         _shut_down_connections(connections)
-    released_waits.end_all(lambda seconds: _is_joining.wait(seconds) or store != _store, _interrupt_cell)
+    _end_lost_waits(store)
+
+
+def _end_lost_waits(store: str) -> None:
+    """End lost waits until two checks in a row find none, or this rank begins to join another group.
+
+    gloo does not notify a thread that waits for the rest of a message (``lost_waits.py``), and C++ polls a FileStore
+    for a key until its timeout. Blocks until then.
+    """
+    before, quiet = dict[int, int](), 0
+    with contextlib.closing(stores.FileWaits()) as files:
+        while quiet < 2 and not _is_joining.wait(LOST_SECONDS) and store == _store:
+            waits = lost_waits.find_waits()
+            lost_buffers = {buffer for thread, buffer in waits.items() if before.get(thread) == buffer}
+            if lost_buffers and cells.busy and not cells.doing:
+                _interrupt_cell()  # before the wait ends, since its tensor will then hold undefined values
+            lost_waits.end_waits(lost_buffers)
+            in_files = files.end()
+            before, quiet = waits, 0 if waits or in_files else quiet + 1
 
 
 def _shut_down_connections(connections: list[Ends]) -> None:
