@@ -20,7 +20,7 @@ from ddip.protocol.objects import pickling
 from ddip.rank.kernel import app_hooks, call_runner
 from ddip.rank.native import sockets
 from ddip.rank.objects import names, rank_transfer
-from ddip.rank.process_group import collectives, membership, setup
+from ddip.rank.process_group import collectives, membership, rank_vitals, setup
 from ddip.rank.runtime import c10d, current, housekeeping, process_settings, seeds, stacks
 from ddip.rank.streams import streams
 

@@ -37,6 +37,9 @@ MOST_ITEMS = 100
 _count_nodes: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 """Return how many autograd nodes the calling thread has created."""
 
+steps_taken = 0
+"""Steps that optimizers have finished in this process."""
+
 
 class _Cell:
     """Counts of the current cell on the main thread, since the cell began."""
@@ -94,7 +97,9 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
+    global steps_taken
+    if not torch.compiler.is_compiling():  # torch.compile would compile the increments
+        steps_taken += 1
         _Cell.steps += 1
         _finish_call()
 

@@ -32,7 +32,6 @@ from ddip.rank.process_group import (
     collectives,
     init_in_cells,
     meshes,
-    rank_vitals,
     setup,
 )
 from ddip.rank.runtime import c10d, descriptors, process_settings, stacks, stores
@@ -96,7 +95,6 @@ def install_hooks() -> None:
     stores.patch_stores(lambda: _released)
     wrappers.watch_creation()
     changes.watch_optimizers()
-    rank_vitals.watch_steps()
     watch_samplers()
 
 

@@ -8,12 +8,9 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddip.protocol.reports import Vitals
+from ddip.rank.objects import iteration
 from ddip.rank.process_group import collectives
 from ddip.rank.process_group.waiting import waiting
 from ddip.rank.runtime import stacks
@@ -24,22 +21,6 @@ from ddip.rank.streams.streams import RankStream
 BAR = re.compile(r"(\d+)/(\d+) \[|\[(\d+)/(\d+) \d")
 """Position and total as tqdm and fastprogress print them."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
-
-class Steps:
-    """A counter of the steps that optimizers have taken in this process."""
-
-    taken = 0
-
-
-def watch_steps() -> None:
-    """Count optimizer steps from now on; call this once, before an optimizer can be in a step."""
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():  # torch.compile would compile the increment
-        Steps.taken += 1
 
 
 def current_vitals(every: float, keep: float) -> Vitals:
@@ -55,7 +36,7 @@ def current_vitals(every: float, keep: float) -> Vitals:
         "cell": stacks.running_cell() if common["busy"] else None,
         "place": stacks.main_thread_location(),
         "cpu": _cpu_seconds(),
-        "steps": Steps.taken,
+        "steps": iteration.steps_taken,
         "collectives": _count_collectives(),
         "bars": list_bars() if common["busy"] else [],
         "waited": waiting.seconds if waiting.is_known else None,
