@@ -70,12 +70,9 @@ _retired: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDicti
 """Unusable wrappers, mostly of former groups, each with the handle of the hook that raises the error."""
 _error_texts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 """Error texts of these hooks."""
-_builtin_hooks: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""Names of the C++ communication hooks of revivable wrappers."""
-_former_buckets: weakref.WeakKeyDictionary[torch.nn.Module, reducers.Buckets] = weakref.WeakKeyDictionary()
-"""Buckets of the reducers that revivable wrappers had."""
-_revivable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Retired wrappers that can be revived in the next group."""
+_revivable: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, reducers.Buckets]] = weakref.WeakKeyDictionary()
+"""Retired wrappers that can be revived in the next group, each with the name of its C++ communication hook and the
+buckets that its reducer had."""
 _unreported: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Retired or since revived wrappers that have not been reported to the user."""
 _dropped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -124,9 +121,7 @@ def retire_all() -> int:
         if wrapper in _retired or wrapper in _dropped:
             continue
         if isinstance(wrapper, DistributedDataParallel) and wrapper in _numbers and _can_be_revived(wrapper):
-            _revivable.add(wrapper)
-            _builtin_hooks[wrapper] = reducers.builtin_hook(wrapper)
-            _former_buckets[wrapper] = reducers.buckets_of(wrapper)
+            _revivable[wrapper] = reducers.builtin_hook(wrapper), reducers.buckets_of(wrapper)
         reducers.remove_reducer(wrapper)
         refuse_use(wrapper, LOST if isinstance(wrapper, DistributedDataParallel) else LOST_SHARDS)
         _unreported.add(wrapper)
@@ -224,7 +219,7 @@ def _revive_common() -> list[torch.nn.Module]:
     """Revive the wrappers that all ranks have; return them in the order of rank 0."""
     own_wrappers = {_numbers[wrapper]: wrapper for wrapper in list(_revivable)}
     fingerprints = {number: _structure_hash(wrapper) for number, wrapper in own_wrappers.items()}
-    buckets = {number: _former_buckets.get(wrapper, []) for number, wrapper in own_wrappers.items()}
+    buckets = {number: _revivable[wrapper][1] for number, wrapper in own_wrappers.items()}
     of_all_ranks = from_all((fingerprints, buckets))
     wrappers = []
     for matched in match_fingerprints([fingerprints for fingerprints, _ in of_all_ranks]):
@@ -278,7 +273,7 @@ def _revive_wrapper(wrapper: Any, buckets: reducers.Buckets) -> None:
     delayed_ids = {id(parameter) for parameter in attributes.get("_delay_all_reduce_params") or []}
     delayed_names = {name for name, parameter in wrapper.module.named_parameters() if id(parameter) in delayed_ids}
     c10d.share_state(wrapper.module, attributes["parameters_to_ignore"] - delayed_names, BUCKET_BYTES)
-    reducers.replace_reducer(wrapper, _builtin_hooks.get(wrapper, ""), buckets)
+    reducers.replace_reducer(wrapper, _revivable[wrapper][0], buckets)
     _retired.pop(wrapper).remove()
 
 
