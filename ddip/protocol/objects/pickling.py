@@ -288,9 +288,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Function that reads each of these globals, by the name of the global."""
         self.has_hooks = False
         """True if a tensor or optimizer has hooks, which torch does not pickle."""
-        self.optimizers: list[Any] = []
-        self.models: list[Any] = []
-        self.parameters: list[Any] = []
+        self.name = ""
+        """Name of the variable that is pickled, set by `Graph`."""
+        self.optimizers: dict[int, tuple[str, Any]] = {}
+        """First name that holds each optimizer, and the optimizer, by its id."""
+        self.models: dict[int, str] = {}
+        """First name that holds each module, by the module's id."""
+        self.parameters: dict[int, str] = {}
+        """First name that holds each parameter, by the parameter's id."""
         self.owned: set[int] = set()
         """IDs of all parameters of modules."""
         self._storages: dict[int, Any] = {}
@@ -343,7 +348,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ensure_whole(obj, torch)
         if isinstance(obj, torch.Tensor):
             self.has_hooks |= bool(obj._backward_hooks or getattr(obj, "_post_accumulate_grad_hooks", None))
-            self.parameters += [obj] * isinstance(obj, torch.nn.Parameter)
+            if isinstance(obj, torch.nn.Parameter):
+                self.parameters.setdefault(id(obj), self.name)
             if not is_elsewhere(obj):
                 return None
             self.moved = True
@@ -353,7 +359,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return tuple(cpu_tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(obj, torch.nn.Module):
             self.owned.update(map(id, obj._parameters.values()))
-            self.models.append(obj)
+            self.models.setdefault(id(obj), self.name)
             if any(hooks for name, hooks in vars(obj).items() if name.endswith(HOOKS)):
                 make, args, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
                 return (make, args, state, None, None, fill_module) if rest in ([], [None, None]) else None
@@ -368,7 +374,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"{where} stays where its device is; send its get_state(), and set_state() it there"
             )
         if isinstance(obj, torch.optim.Optimizer):
-            self.optimizers.append(obj)
+            self.optimizers.setdefault(id(obj), (self.name, obj))
             self.has_hooks |= any(map(vars(obj).get, OPTIMIZER_HOOKS))
         if isinstance(obj, torch.utils.data.DistributedSampler) and _is_this_rank(obj.rank, obj.num_replicas):
             return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3], None, None, fill_sampler)
@@ -555,12 +561,6 @@ class Graph(Generic[P]):
         self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         self.pickler = make(self._file, self._buffers)
         self._ends: dict[str, tuple[int, int]] = {}
-        self.optimizers: dict[int, tuple[str, Any]] = {}
-        """Name that holds each optimizer, and the optimizer, by its id."""
-        self.models: dict[int, str] = {}
-        """Name that holds each module, by the module's id."""
-        self.parameters: dict[int, str] = {}
-        """Name that holds each parameter, by the parameter's id."""
         self.with_hooks: list[str] = []
         """Names whose tensors or optimizers have hooks."""
 
@@ -569,19 +569,11 @@ class Graph(Generic[P]):
 
         Raises what its classes raise; nothing more can be added after that.
         """
-        self.pickler.moved = self.pickler.has_hooks = False
+        self.pickler.name, self.pickler.moved, self.pickler.has_hooks = name, False, False
         self.pickler.dump(value)
         self._ends[name] = self._file.tell(), len(self._buffers)
         if self.pickler.has_hooks:
             self.with_hooks.append(name)
-        for model in self.pickler.models:
-            self.models.setdefault(id(model), name)
-        self.pickler.models.clear()
-        for parameter in self.pickler.parameters:
-            self.parameters.setdefault(id(parameter), name)
-        self.pickler.parameters.clear()
-        for optimizer in self.pickler.optimizers:
-            self.optimizers.setdefault(id(optimizer), (name, optimizer))
         return self.pickler.moved
 
     def pickled(self) -> dict[str, Pickled]:
@@ -688,11 +680,12 @@ def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping
     """
     found = [f"{name} has a hook of a parameter or optimizer" for name in graph.with_hooks]
     unsent = {name: value for name, value in variables.items() if not name.startswith("_") and id(value) not in sent}
-    found += [f"{graph.models[id(value)]} holds {name}" for name, value in unsent.items() if id(value) in graph.models]
+    of_model = graph.pickler.models
+    found += [f"{of_model[id(value)]} holds {name}" for name, value in unsent.items() if id(value) in of_model]
     models = {name: value for name, value in unsent.items() if isinstance(value, _module_class())}
-    for holder, optimizer in graph.optimizers.values():
+    for holder, optimizer in graph.pickler.optimizers.values():
         found += [f"{holder} holds {name}" for name, value in unsent.items() if value is optimizer]
-    holders = {id_: holder for id_, holder in graph.parameters.items() if id_ not in graph.pickler.owned}
+    holders = {id_: holder for id_, holder in graph.pickler.parameters.items() if id_ not in graph.pickler.owned}
     model_of_holder: dict[str, str] = {}
     for name, model in models.items() if holders else ():
         for holder in sorted({holders[id(p)] for p in model.parameters() if id(p) in holders} - model_of_holder.keys()):
