@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,17 @@ from packaging.version import Version
 
 _distributed_c10d = getattr(torch._C, "_distributed_c10d", None)
 DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
+DTYPES = {
+    "byte": "uint8",
+    "char": "int8",
+    "double": "float64",
+    "float": "float32",
+    "half": "float16",
+    "int": "int32",
+    "long": "int64",
+    "short": "int16",
+}
+"""Python's names of dtypes, by their names in C++."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +84,8 @@ def _parse_dump(number: int, dumped: Any) -> list[Entry]:
             formed=entry["pg_id"],
             number=entry["collective_seq_id"],
             op=entry["profiling_name"],
-            shapes=_parse_shapes(entry["input_sizes"]),
-            dtypes=[_parse_dtype(name) for name in entry["input_dtypes"]],
+            shapes=[list(map(int, size)) for size in entry["input_sizes"]],
+            dtypes=[DTYPES.get(name.lower(), name.lower()) for name in entry["input_dtypes"]],
             begun=entry["time_created_ns"],
             is_done=bool(entry["retired"]) or entry["state"] == "completed",
             record=(number, entry["record_id"]),
@@ -83,17 +93,3 @@ def _parse_dump(number: int, dumped: Any) -> list[Entry]:
         for entry in dumped.get("entries", ())
         if not entry["is_p2p"]
     ]
-
-
-def _parse_shapes(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(map(int, size)) for size in sizes]
-
-
-DTYPES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "short": "int16"}
-"""Python's names of dtypes, by their names in C++."""
-
-
-def _parse_dtype(name: str) -> str:
-    lower = name.lower()
-    known = {"char": "int8", "byte": "uint8", **DTYPES}
-    return known.get(lower, lower)
