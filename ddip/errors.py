@@ -7,23 +7,6 @@ from dataclasses import dataclass, replace
 
 from IPython.core.error import UsageError
 
-__all__ = [
-    "BadInput",
-    "CellError",
-    "CellInterrupted",
-    "CellTimeout",
-    "DdipError",
-    "DipUsageError",
-    "GroupError",
-    "LocalCellFailed",
-    "NoGroup",
-    "PartitionError",
-    "RankError",
-    "RequestFailed",
-    "RequestInterrupted",
-    "TransferError",
-]
-
 
 class DdipError(BaseException):
     """Base class of all ddip exceptions.

@@ -17,8 +17,7 @@ def test_all_exceptions_have_one_base_and_are_public() -> None:
     made_here = [one for one in vars(errors).values() if getattr(one, "__module__", "") == errors.__name__]
     assert [one for one in made_here if isinstance(one, type) and issubclass(one, BaseException)] == ddip_exceptions()
     assert [one for one in ddip_exceptions() if getattr(ddip, one.__name__) is not one] == []
-    assert {one.__name__ for one in ddip_exceptions()} | {"RankError"} == set(errors.__all__)
-    assert set(errors.__all__) < set(ddip.__all__)
+    assert {one.__name__ for one in ddip_exceptions()} | {"RankError"} < set(ddip.__all__)
 
 
 def test_except_exception_does_not_catch_the_stop_button() -> None:
