@@ -74,7 +74,7 @@ class RankDebugger(InterruptiblePdb):
         text = self._text.getvalue()
         self._text.seek(0)
         self._text.truncate()
-        for file, number in stacks.cell_files().items():
+        for file, number in stacks.cell_files.items():
             text = text.replace(file, f"cell [{number}]")
         return text
 

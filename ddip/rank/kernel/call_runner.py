@@ -19,13 +19,12 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from IPython.core.getipython import get_ipython
-
 from ddip.protocol.objects import calls, definitions, pickling
 from ddip.protocol.objects.calls import NAME, Answer, Call, Source, forget_sent, notebook_definition, number_of
 from ddip.protocol.reports import CallNotes
 from ddip.rank import user_namespace
 from ddip.rank.kernel import app_hooks
+from ddip.rank.runtime import stacks
 
 IMPORTS = "<imports of in_torchddp>"
 _notes: CallNotes = {"other": [], "used": {}}
@@ -172,9 +171,7 @@ def _temporary_main(variables: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _register_sources(sources: dict[str, Source]) -> None:
     """Register source lines by file name, so that tracebacks show the notebook's lines and cell numbers."""
-    shell = get_ipython()
-    numbers: dict[str, int] = getattr(shell.compile, "_filename_map", {}) if shell else {}
     for name, source in sources.items():
         linecache.cache[name] = (sum(map(len, source.lines)), None, source.lines, name)
         if source.number is not None:
-            numbers[name] = source.number
+            stacks.cell_files[name] = source.number

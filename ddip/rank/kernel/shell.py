@@ -94,7 +94,7 @@ class RankShell(ZMQInteractiveShell):  # type: ignore[misc]
         """Create the shell's attributes; its compiler keeps the cells' numbers, also in an old IPython."""
         super().init_instance_attrs()
         keep_cell_numbers(self.compile)
-        stacks.use_cell_files(getattr(self.compile, "_filename_map", None))
+        stacks.cell_files = getattr(self.compile, "_filename_map", stacks.cell_files)
 
     @property
     def debugger_cls(self) -> type[rank_debugger.RankDebugger]:

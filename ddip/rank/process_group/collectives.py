@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 def _cell_line() -> tuple[CodeType | None, int]:
     """Return code and number of the line of a cell or script that called the caller's caller; None and 0 without."""
     frame = sys._getframe(2)
-    cells, scripts = stacks.cell_files(), stacks.script_files
+    cells, scripts = stacks.cell_files, stacks.script_files
     while frame is not None and frame.f_code.co_filename not in cells and frame.f_code.co_filename not in scripts:
         frame = frame.f_back  # type: ignore[assignment]
     return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)

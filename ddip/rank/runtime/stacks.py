@@ -17,8 +17,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias, TypeVar
 
-from IPython.core.getipython import get_ipython
-
 from ddip.protocol.location import Stack, StackLocation
 from ddip.protocol.remote import call_target
 from ddip.rank.runtime import stores
@@ -71,30 +69,13 @@ def _cell_frames() -> list[FrameType]:
     return frames[:outermost]
 
 
-_files_of_rank: dict[str, int] | None = None
-"""What `cell_files` returns on a rank, where every collective asks for it; None elsewhere."""
-
-
-def cell_files() -> dict[str, int]:
-    """Return the numbers of cells by the file names in their code."""
-    if _files_of_rank is not None:
-        return _files_of_rank
-    shell = get_ipython()
-    return getattr(shell.compile, "_filename_map", {}) if shell else {}
-
-
-def use_cell_files(files: dict[str, int] | None) -> None:
-    """Make `cell_files` return `files`, those of this rank's only shell, whose search takes 1 µs.
-
-    None: a release of IPython has no such table; it is searched each time.
-    """
-    global _files_of_rank
-    _files_of_rank = files
+cell_files: dict[str, int] = {}
+"""Numbers of cells by the file names in their code: the table of this rank's shell, in which every collective looks."""
 
 
 def cell_number(code: CodeType) -> int | None:
     """Return the number of the cell that contains `code`; None if it is not a cell's."""
-    return cell_files().get(code.co_filename)
+    return cell_files.get(code.co_filename)
 
 
 script_files: dict[str, str] = {}
@@ -103,7 +84,7 @@ script_files: dict[str, str] = {}
 
 def is_written_by_user(code: CodeType) -> bool:
     """Return whether `code` belongs to a cell, or to a script that ``%diprun`` has run."""
-    return code.co_filename in cell_files() or code.co_filename in script_files
+    return code.co_filename in cell_files or code.co_filename in script_files
 
 
 _uninterruptible: set[CodeType] = set()
