@@ -231,31 +231,31 @@ def complete_code(code: str, cursor: int) -> dict[str, Any]: ...
 def inspect_code(code: str, cursor: int, detail: int) -> dict[str, Any]: ...
 
 
-@remote("inspection.hash_variables", "comparing the variables")
+@remote("inspection.state_report.hash_variables", "comparing the variables")
 def hash_variables(cells: list[str], after_fault: bool) -> Compared: ...
 
 
-@remote("inspection.list_snapshots", "comparing the variables")
+@remote("inspection.state_report.list_snapshots", "comparing the variables")
 def list_snapshots(failed: str) -> list[str]: ...
 
 
-@remote("inspection.describe_paths", "comparing the variables")
+@remote("inspection.state_report.describe_paths", "comparing the variables")
 def describe_paths(hashes: list[int]) -> dict[int, Described]: ...
 
 
-@remote("inspection.rank_marks", "comparing the variables")
+@remote("inspection.stale.rank_marks", "comparing the variables")
 def rank_marks(rank: int) -> list[int]: ...
 
 
-@remote("inspection.refuse_stale", "comparing the variables")
+@remote("inspection.stale.refuse_stale", "comparing the variables")
 def refuse_stale(marks: list[int], size: int) -> list[str]: ...
 
 
-@remote("inspection.find_advice", "checking the variables")
+@remote("inspection.advice.find_advice", "checking the variables")
 def find_advice(names: list[str], size: int) -> AdviceReport: ...
 
 
-@remote("inspection.sync_state", "copying the state of a rank")
+@remote("inspection.state_sync.sync_state", "copying the state of a rank")
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced: ...
 
 
@@ -370,7 +370,7 @@ def line_of(key: str, number: int) -> dict[str, Any] | None: ...
 def set_groups_made(count: int) -> None: ...
 
 
-@remote("inspection.is_recorded")
+@remote("inspection.state_history.is_recorded")
 def is_recorded(whole: bool) -> bool: ...
 
 

@@ -266,7 +266,7 @@ class Differences:
 
 
 def rows_of(packed: bytes) -> Rows:
-    """Unpack the rows of ``inspection.hash_variables``: value and version by path.
+    """Unpack the rows of ``state_report.hash_variables``: value and version by path.
 
     Each is a hash or number of 64 bits.
     """

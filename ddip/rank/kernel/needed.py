@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddip.protocol import compat_ipyparallel, dump
 from ddip.protocol.objects import pickling
+from ddip.rank.inspection import advice, stale, state_report, state_sync
 from ddip.rank.kernel import app_hooks, call_runner
 from ddip.rank.native import sockets
 from ddip.rank.objects import names, rank_transfer
