@@ -66,8 +66,8 @@ Invariants:
 - Each request gets a reply, as long as the process lives: no interrupt ends code of ipykernel or ddip around a cell.
 - An interrupt ends the cell that it was sent for, and no other.
 - The control thread waits neither for the main thread nor for other ranks. Steps that may take long have threads:
-  ``ddip-release``, which runs under a `Guard` that reports its exceptions, ``ddip-abort``, and those of
-  ``answers.py``.
+  ``ddip-release``, which runs under a `Guard` that reports its exceptions, ``ddip-abort``, and
+  ``ddip-beside``.
 - After a release, the process group is rebuilt before the next cell begins (``ddip/group/repair.py``).
 
 ``DDIP_NATIVE=0`` turns off the mechanisms of ``rank/native``; steps 1 to 3 and the abort of nccl do not need them.
@@ -95,11 +95,12 @@ from traitlets import Type
 
 from ddip.protocol import cell_messages, compat_ipython
 from ddip.protocol.cell_messages import AskedQuestion, CellOptions, CellReply, CellRequest
+from ddip.protocol.remote import call_target, without_bytes
 from ddip.protocol.text import accept_surrogates
 from ddip.rank.debugging import ide_service, rank_debugger
 from ddip.rank.debugging.questions import asker
 from ddip.rank.inspection.state_history import history, pause_recording
-from ddip.rank.kernel import answers, app_hooks
+from ddip.rank.kernel import app_hooks
 from ddip.rank.kernel.cell_report import begin_cell, build_report
 from ddip.rank.kernel.shell import RankShell
 from ddip.rank.objects import live_objects
@@ -560,9 +561,25 @@ class RankKernel(IPythonParallelKernel):  # type: ignore[misc]
             return self._error_reply("apply", error), []
 
     def ddip_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Run a ``call`` (``protocol/remote.py``) on the control thread, while a cell may run."""
-        send = partial(self.session.send, stream, "ddip_reply", parent=parent, ident=ident)
-        answers.answer_request(parent["content"], self.control_thread.io_loop, send)
+        """Run a ``call`` (``protocol/remote.py``) while a cell may run, and send its reply.
+
+        It runs on the control thread, or in a new thread if it may take long, so that no interrupt waits behind it.
+        """
+        request, send_on_control_thread = parent["content"], self.control_thread.io_loop.add_callback
+
+        def send_reply(reply: dict[str, Any]) -> None:
+            buffers: list[Any] = []
+            content = {"status": "ok", **without_bytes(reply, buffers)}
+            self.session.send(stream, "ddip_reply", content, parent, ident=ident, buffers=buffers)
+
+        def run_request() -> None:
+            threading.current_thread().ddip_cell = None  # type: ignore[attr-defined]  # not started by a cell
+            send_on_control_thread(send_reply, call_target(request["target"], *request["args"]))
+
+        if request.get("own_thread"):
+            threading.Thread(target=run_request, name="ddip-beside", daemon=True).start()
+        else:
+            send_reply(call_target(request["target"], *request["args"]))
 
     def ddip_interrupt(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Interrupt the cell or call with the given request id, even if the request has not arrived yet.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -115,20 +114,15 @@ class Gpu:
     def finish(self) -> None:
         """Wait until the GPU has done all work of the cell; raises its errors."""
         if self._is_used:
-            with self._flag_waiting():
+            self.waits = True
+            try:
                 self._synchronize()
+            finally:
+                self.waits = False
             self.state = "done"
 
     def _synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    @contextlib.contextmanager
-    def _flag_waiting(self) -> Iterator[None]:
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.waits = False
 
     def settle(self) -> GpuState:
         """Wait briefly for the GPU's work after a cell, and return its state; runs on the main thread."""
