@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from ddip.notebook import both_sides
 from ddip.notebook.first_lines import skip_comments
 from ddip.output.area import current_request
+from ddip.protocol.cell_messages import NOTEBOOK_MAGICS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 LOCAL_MAGICS = [
-    *("makedip", "dip", "diprun", "autodip", "dipush", "dipull", "dipshards", "dipcheck", "dipsync", "dipcells"),
-    *("dipstatus", "dipcell", "dipwait", "dipstop", "dipstack", "dipdebug", "dipwatch", "dipper", "dipexport"),
-    *("dipsave", "dipload"),
+    *NOTEBOOK_MAGICS,
+    *("dip", "diprun"),
     *("load_ext", "reload_ext", "unload_ext", "config"),
     *("pip", "conda", "mamba", "micromamba", "uv"),
     *("bash", "sh", "script", "perl", "ruby"),

@@ -10,6 +10,28 @@ from typing import Any, Literal, TypedDict
 
 from ddip.protocol.reports import CellReport
 
+NOTEBOOK_MAGICS = (
+    "makedip",
+    "autodip",
+    "dipush",
+    "dipull",
+    "dipshards",
+    "dipcheck",
+    "dipsync",
+    "dipcells",
+    "dipcell",
+    "dipwait",
+    "dipdebug",
+    "dipstop",
+    "dipstack",
+    "dipwatch",
+    "dipstatus",
+    "dipper",
+    "dipexport",
+    "dipsave",
+    "dipload",
+)
+"""Magics of ddip that a cell on ranks cannot contain; ``%diprun`` is not one."""
 REQUEST = "ddip_cell_request"
 REPLY = "ddip_cell_reply"
 """Types of the two messages of a cell. ipykernel derives the second from the first when it aborts a queued cell."""

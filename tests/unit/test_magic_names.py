@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddip.notebook.autodip import LOCAL_MAGICS
 from ddip.notebook.loading import GROUP_MAGICS
 from ddip.notebook.magics import DipMagics
-from ddip.rank.kernel.refusals import NOTEBOOK_MAGICS
+from ddip.protocol.cell_messages import NOTEBOOK_MAGICS
 
 HOMES = (DipMagics, *GROUP_MAGICS)
 OURS = {name for home in HOMES for name in home.magics["line"]}

@@ -7,29 +7,9 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from ddip.protocol.cell_messages import NOTEBOOK_MAGICS
 from ddip.rank.kernel import script_runner
 
-NOTEBOOK_MAGICS = (
-    "makedip",
-    "autodip",
-    "dipush",
-    "dipull",
-    "dipshards",
-    "dipcheck",
-    "dipsync",
-    "dipcells",
-    "dipcell",
-    "dipwait",
-    "dipdebug",
-    "dipstop",
-    "dipstack",
-    "dipwatch",
-    "dipstatus",
-    "dipper",
-    "dipexport",
-    "dipsave",
-    "dipload",
-)
 OWN_CELL = "is a magic of the notebook, and this cell runs on the ranks: type it in the first line of a separate cell"
 DIP = "is not a magic: the cell runs on the ranks anyway"
 TWICE = "appears twice: leave out the second one; the cell runs on the ranks anyway"
