@@ -268,23 +268,6 @@ def test_the_preload_process_ends_with_its_script() -> None:
         assert_nothing_left(owner, 0)
 
 
-@pytest.mark.grid
-def test_ipyparallel_lists_the_cluster() -> None:
-    import ipyparallel
-
-    with ddip.Group(2) as group:
-        name = f"ddip-{os.getpid()}-"
-        command = [sys.executable, "-m", "ipyparallel.cluster", "list"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        (line,) = [line for line in lines if name in line and group.cluster.client.cluster.cluster_id in line]
-        assert line.split()[2:4] == ["True", "2"], line
-        other = ipyparallel.Cluster.from_file(group.cluster.client.cluster.cluster_file)
-        with other.connect_client_sync() as client:
-            client.wait_for_engines(2, timeout=30)
-            assert client[:].apply_sync(os.getpid) == [member.pid for member in group.members]
-            client.send_signal("SIGINT", block=True)
-
-
 def test_a_fork_after_an_abandoned_start_creates_no_file(tmp_path: Path, group: ddip.Group) -> None:
     warm = preload_client.ensure_process()
     log = tmp_path / "log"

@@ -136,11 +136,10 @@ def test_cleanup_removes_clusters_of_dead_owners_and_keeps_others(place: Path) -
     (dead / "link").symlink_to(place)
     profile = place / "profile"
     files = [
-        profile / "security" / f"cluster-{CLUSTER}.json",
         profile / "security" / f"ipcontroller-{CLUSTER}-client.json",
         profile / "log" / f"engines{CLUSTER}.json",
     ]
-    other = profile / "security" / "cluster-other.json"
+    other = profile / "security" / "ipcontroller-other-client.json"
     for file in [*files, other]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -279,7 +278,7 @@ def test_a_record_that_another_user_can_change_is_not_obeyed(
     if forge in (record_of_another, folder_of_another) and os.getuid():
         pytest.skip("only root can give files away")
     profile, good = place / "profile", place / "good"
-    kept = profile / "security" / f"cluster-{CLUSTER}.json"
+    kept = profile / "security" / f"ipcontroller-{CLUSTER}-client.json"
     kept.parent.mkdir(parents=True)
     kept.touch()
     good.mkdir()
@@ -345,9 +344,9 @@ def test_a_record_ends_processes_with_its_mark(place: Path) -> None:
 def test_a_record_cannot_choose_files_to_remove(place: Path, cluster: str) -> None:
     profile = place / "profile"
     (profile / "security").mkdir(parents=True)
-    (profile / "security" / "cluster-x").mkdir()
-    names = ["secret.json", *(f"security/cluster-{name}.json" for name in ("other", "", "*", "ddip-1-a", "ddip-1-a\n"))]
-    kept = [profile / name for name in names]
+    (profile / "security" / "ipcontroller-x").mkdir()
+    names = (f"ipcontroller-{name}-client.json" for name in ("other", "", "*", "ddip-1-a", "ddip-1-a\n"))
+    kept = [profile / "secret.json", *(profile / "security" / name for name in names)]
     for file in kept:
         file.touch()
     record = Record(DEAD, (), str(profile), cluster)

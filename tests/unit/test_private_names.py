@@ -32,7 +32,7 @@ from ipykernel.kernelbase import Kernel
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from ipyparallel.apps.baseapp import BaseParallelApplication
 from ipyparallel.client.futures import MessageFuture
-from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher, abbreviate_launcher_class
+from ipyparallel.cluster.launcher import LocalEngineSetLauncher, LocalProcessLauncher
 from ipyparallel.controller import app as controller_app
 from ipyparallel.controller.app import IPController
 from ipyparallel.controller.heartmonitor import HeartMonitor
@@ -184,7 +184,6 @@ def test_the_launchers_start_and_wait_as_ddip_does() -> None:
     for use in ("process.wait(timeout=", "process.is_running()", "process.wait(0)", "process.send_signal("):
         assert f"self.{use}" in source
     assert {"launchers", "outputs"} <= set(LocalEngineSetLauncher.class_traits())
-    assert "getattr(cls, 'entrypoint_name', None)" in inspect.getsource(abbreviate_launcher_class)
     engine_set = inspect.getsource(LocalEngineSetLauncher.start)
     assert "parent=self" in engine_set and "dlist.append(d)" in engine_set
     assert "isawaitable(r)" in inspect.getsource(ipyparallel.Cluster.start_engines)

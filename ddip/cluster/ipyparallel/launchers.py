@@ -177,7 +177,6 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
 class ControllerLauncher(Launcher, launcher.LocalControllerLauncher):  # type: ignore[misc]
     """A launcher of ``ddip.cluster.processes.controller``."""
 
-    entrypoint_name = "ddip.cluster.ipyparallel.launchers.ControllerLauncher"  # by which ``ipcluster`` finds it
     needs = preload_client.CONTROLLER
 
     async def get_connection_info(self, timeout: float | None = None) -> Any:
@@ -239,7 +238,6 @@ class EngineSetLauncher(_GuardedCallbacks, launcher.LocalEngineSetLauncher):  # 
 
     _guard = Launcher._guard
 
-    entrypoint_name = "ddip.cluster.ipyparallel.launchers.EngineSetLauncher"
     launcher_class = EngineLauncher
     fork = Bool(True)
     also = List(Unicode())
@@ -281,38 +279,6 @@ MISSED_BEATS = 1_000_000_000
 
 A process that was stopped for a while, by a debugger or with the whole machine, is alive and has its variables.
 """
-WRITTEN_SECONDS = 1.0
-"""Time for which a cluster's file may be out of date."""
-
-
-class OwnIppCluster(IppCluster):  # type: ignore[misc]
-    """An ``ipyparallel.Cluster`` that writes its file once for many engines that come or go together."""
-
-    _scheduled_write: asyncio.TimerHandle | None = None
-
-    def update_cluster_file(self) -> None:
-        """Schedule a write of the cluster's file, unless one is scheduled.
-
-        ipyparallel calls this for each engine, and would write all engines each time.
-        """
-        if self._scheduled_write is None:
-            self._scheduled_write = asyncio.get_running_loop().call_later(WRITTEN_SECONDS, self._write)
-
-    async def write_now(self) -> None:
-        """Write the file now, if a write is scheduled."""
-        if self._scheduled_write is not None:
-            self._scheduled_write.cancel()
-            self._write()
-
-    async def write_no_more(self) -> None:
-        """Cancel a scheduled write and prevent later ones, since the cluster's files are being removed."""
-        if self._scheduled_write is not None:
-            self._scheduled_write.cancel()
-        self.cluster_file = ""
-
-    def _write(self) -> None:
-        self._scheduled_write = None
-        super().update_cluster_file()
 
 
 def controller_arguments(encrypt: bool) -> list[str]:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ipyparallel import Cluster as IppCluster
+
 from ddip.cluster import ipp_private
 from ddip.cluster.cluster_api import EngineSpec
 from ddip.cluster.hosts.hosts import Hosts, OnHosts
@@ -34,7 +36,6 @@ from ddip.cluster.ipyparallel.launchers import (
     ControllerLauncher,
     EngineSetLauncher,
     Launcher,
-    OwnIppCluster,
     controller_arguments,
     end_launched,
     engine_arguments,
@@ -99,20 +100,21 @@ class OwnCluster(OnHosts, Channels):
         mark = {processes.MARKED: processes.MARK}
         self._environment = process_environment(self.run_folder, preload_client.notebook_name(), mark)
         try:
-            self._ipp: OwnIppCluster = self._run_on_loop(self._make_ipp_cluster(log))
+            self._ipp: IppCluster = self._run_on_loop(self._make_ipp_cluster(log))
             self._record()
         except BaseException:
             self._end_loop()
             raise
 
-    async def _make_ipp_cluster(self, log: logging.Logger) -> OwnIppCluster:
+    async def _make_ipp_cluster(self, log: logging.Logger) -> IppCluster:
         profile = {} if has_ipython_folder() else {"profile_dir": str(self.run_folder / "ipython")}
         try:
-            cluster = OwnIppCluster(
+            cluster = IppCluster(
                 **profile,
                 log=log,
                 controller_launcher_class=ControllerLauncher,
                 engine_launcher_class=EngineSetLauncher,
+                cluster_file="",  # no file of the whole cluster
                 cluster_id=f"ddip-{os.getpid()}-{os.urandom(3).hex()}",
                 controller_ip=str(self.run_folder / ownership.SOCKETS),
                 controller_location="127.0.0.1",
@@ -287,7 +289,6 @@ class OwnCluster(OnHosts, Channels):
         """
         try:
             self._starting.result(max(0.1, deadline - time.monotonic()))
-            self._run_on_loop(self._ipp.write_now())
         except concurrent.futures.TimeoutError:
             preload_client.give_up()
         self._record()
@@ -377,8 +378,6 @@ class OwnCluster(OnHosts, Channels):
             concurrent.futures.TimeoutError, RuntimeError
         ):  # RuntimeError: a thread could not be started
             self._run_on_loop(self._ipp.stop_cluster(), timeout=10)
-        with contextlib.suppress(RuntimeError):
-            self._run_on_loop(self._ipp.write_no_more())
         self._end_loop()
 
     def _end_loop(self) -> None:

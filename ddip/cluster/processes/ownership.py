@@ -222,7 +222,7 @@ def _remove_ipyparallel_files(profile: str, cluster: str) -> None:
     if profile and CLUSTER.fullmatch(cluster):
         connections = [f"ipcontroller-{cluster}-{kind}.json" for kind in ("client", "engine")]
         new = [f"{name}.new" for name in connections]
-        _remove_owned_files(profile, "security", [f"cluster-{cluster}.json", *connections, *new])
+        _remove_owned_files(profile, "security", [*connections, *new])
         _remove_owned_files(profile, "log", [f"engines{cluster}.json"])
 
 
