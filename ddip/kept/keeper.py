@@ -108,6 +108,17 @@ class Keeper:
         """Note that the kernel that is attached has shown all output until now."""
         self._seen_until = time.monotonic()
 
+    def try_call(self, call: str, seconds: float) -> dict[str, Any] | None:
+        """Return the result of ``Group.try_call``, such as the completions of a rank; `call` is pickled, in base64."""
+        group = session.current_group()
+        with contextlib.suppress(GroupError):
+            return None if group is None else group.try_call(pickle.loads(base64.b64decode(call)), seconds)
+        return None
+
+    def begin_end(self) -> None:
+        """Begin to end the group and this process, and return at once."""
+        threading.Thread(target=self.end, name="ddip-end").start()
+
     def end(self) -> None:
         """End the group and this process, and remove all files; any thread may call it."""
         if not self._is_ending.acquire(blocking=False):
@@ -142,13 +153,7 @@ class KeeperKernel(IPythonKernel):  # type: ignore[misc]
     """IPython's kernel, which also answers a kernel that attaches while the keeper runs a cell."""
 
     msg_types = [*IPythonKernel.msg_types, "ddip_task_request"]
-    control_msg_types = [
-        *IPythonKernel.control_msg_types,
-        "ddip_attach_request",
-        "ddip_call_request",
-        "ddip_detach_request",
-        "ddip_end_request",
-    ]
+    control_msg_types = [*IPythonKernel.control_msg_types, "ddip_control_request"]
 
     def ddip_task_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """Call one of `TASKS` between two cells."""
@@ -165,29 +170,12 @@ class KeeperKernel(IPythonKernel):  # type: ignore[misc]
         assert self.session is not None
         self.session.send(stream, "ddip_task_reply", reply, parent, ident=ident)
 
-    def ddip_detach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Note that the kernel has shown all output, and is leaving."""
-        current_keeper().note_seen()
+    def ddip_control_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Call a method of the keeper, even while a cell runs."""
+        content = parent["content"]
+        value = getattr(current_keeper(), content["method"])(*content["arguments"])
         assert self.session is not None
-        self.session.send(stream, "ddip_detach_reply", {}, parent, ident=ident)
-
-    def ddip_attach_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Answer with `Keeper.attach_report`."""
-        assert self.session is not None
-        self.session.send(stream, "ddip_attach_reply", current_keeper().attach_report(), parent, ident=ident)
-
-    def ddip_call_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Answer with the result of ``Group.try_call``, such as the completions of a rank."""
-        group, content, answer = session.current_group(), parent["content"], None
-        if group is not None:
-            with contextlib.suppress(GroupError):
-                answer = group.try_call(pickle.loads(base64.b64decode(content["call"])), content["seconds"])
-        assert self.session is not None
-        self.session.send(stream, "ddip_call_reply", {"answer": answer}, parent, ident=ident)
-
-    def ddip_end_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """End the keeper and its group."""
-        threading.Thread(target=current_keeper().end, name="ddip-end").start()
+        self.session.send(stream, "ddip_control_reply", {"value": value}, parent, ident=ident)
 
 
 _keeper: Keeper | None = None
@@ -224,7 +212,7 @@ def main() -> None:
         _keeper.shell.extension_manager.load_extension("ddip")
         find_magics().kept = None  # --keep has no effect here
         _keeper.record_messages()
-        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=current_keeper().end).start())
+        signal.signal(signal.SIGTERM, lambda *_: current_keeper().begin_end())
         log = os.open(folder / kept_folder.LOG, os.O_WRONLY | os.O_CREAT, 0o600)
         for descriptor in (1, 2):  # until here, the notebook reads them
             os.dup2(log, descriptor)

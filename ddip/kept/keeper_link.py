@@ -137,12 +137,12 @@ class KeeperLink:
 
     def try_call(self, call: RemoteCall[dict[str, Any]], seconds: float) -> dict[str, Any] | None:
         """Call ``Group.try_call`` in the keeper, which does so even while it runs a cell."""
-        content = {"call": str(base64.b64encode(pickle.dumps(call)), "ascii"), "seconds": seconds}
-        return self.ask_keeper("ddip_call", content)["answer"]  # type: ignore[no-any-return]
+        encoded = str(base64.b64encode(pickle.dumps(call)), "ascii")
+        return self.ask_keeper("try_call", encoded, seconds)  # type: ignore[no-any-return]
 
-    def ask_keeper(self, kind: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a control request, which the keeper answers even while it runs a cell, and return the answer."""
-        request = self.session.msg(f"{kind}_request", content or {})
+    def ask_keeper(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `keeper.Keeper`, even while the keeper runs a cell, and return its value."""
+        request = self.session.msg("ddip_control_request", {"method": method, "arguments": arguments})
         self.session.send(self._control, request)
         until = time.monotonic() + REPLY_SECONDS
         while time.monotonic() < until:
@@ -151,7 +151,7 @@ class KeeperLink:
                 continue
             reply = self._receive(self._control)
             if reply["parent_header"]["msg_id"] == request["header"]["msg_id"]:  # else an earlier one, too late
-                return dict(reply["content"])
+                return reply["content"]["value"]
         raise GroupError(f"the keeper of {self.kept.name} has not answered for {REPLY_SECONDS} s")
 
     def _ensure_alive(self) -> None:
@@ -160,7 +160,7 @@ class KeeperLink:
 
     def end_keeper(self) -> None:
         """End the keeper and its group; call `close` afterwards."""
-        self.session.send(self._control, "ddip_end_request", {})
+        self.session.send(self._control, "ddip_control_request", {"method": "begin_end", "arguments": []})
         self.kept.wait_for_end(REPLY_SECONDS)
 
     def run_code(self, code: str, allow_stdin: bool, may_end_well: bool = False) -> dict[str, Any]:

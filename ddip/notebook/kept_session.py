@@ -266,7 +266,7 @@ class KeptSession:
 
     def show_past(self) -> None:
         """Show the output since the former kernel's end; continue with its settings and numbers of cells."""
-        report = self._link.ask_keeper("ddip_attach")
+        report = self._link.ask_keeper("attach_report")
         self._continue_numbers(report["next"])
         for name, value in json.loads(report["settings"]).items():
             setattr(self._main, name, value)
@@ -290,7 +290,7 @@ class KeptSession:
 
     def detach(self) -> None:
         """Leave the group to its keeper."""
-        self._leave(lambda: self._link.ask_keeper("ddip_detach"))
+        self._leave(lambda: self._link.ask_keeper("note_seen"))
 
     def end(self) -> None:
         """End the group and its keeper."""
