@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypedDict
 import psutil
 
 from ddip.cluster import devices
-from ddip.cluster.processes import processes, tcp_tables
+from ddip.cluster.processes import processes
 from ddip.cluster.processes.exit_diagnosis import HostMemory
 from ddip.cluster.processes.processes import end_processes, find_existing
 from ddip.protocol import dump
@@ -103,7 +103,15 @@ def list_connections(pids: Sequence[int]) -> list[list[list[Any]]]:
 
     The list of a process that has ended is empty.
     """
-    return tcp_tables.list_connections(pids)
+    return [_connections_of(pid) for pid in pids]
+
+
+def _connections_of(pid: int) -> list[list[Any]]:
+    with contextlib.suppress(psutil.Error):
+        pairs = [(c.laddr, c.raddr) for c in tcp_connections(psutil.Process(pid)) if c.raddr]
+        # an IPv6 socket may have IPv4 addresses
+        return [[part for end in pair for part in (end.ip.removeprefix("::ffff:"), end.port)] for pair in pairs]
+    return []
 
 
 def ports_of(pid: int) -> list[tuple[int, int]]:
@@ -115,7 +123,7 @@ def ports_of(pid: int) -> list[tuple[int, int]]:
     with contextlib.suppress(psutil.Error):
         leader = psutil.Process(pid)
         for process in [leader, *leader.children(recursive=True)]:
-            found += [(c.laddr.port, c.raddr.port) for c in tcp_connections(process) if c.raddr]
+            found += [(ours, theirs) for _, ours, _, theirs in _connections_of(process.pid)]
     return found
 
 

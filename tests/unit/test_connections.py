@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ddip.cluster.processes import tcp_tables
+from ddip.cluster.processes import on_host
 
 
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
@@ -23,7 +23,7 @@ def test_both_ends_of_each_connection_are_found_and_no_listener(family: socket.A
         with socket.create_connection(listener.getsockname()[:2]) as ours, listener.accept()[0] as theirs:
             both_ends = [*ours.getsockname()[:2], *ours.getpeername()[:2]]
             back = [*theirs.getsockname()[:2], *theirs.getpeername()[:2]]
-            found, nothing = tcp_tables.list_connections([os.getpid(), 1 << 28])
+            found, nothing = on_host.list_connections([os.getpid(), 1 << 28])
             assert both_ends in found and back in found and nothing == []
             assert not any(ends[:2] == both_ends[2:] and not ends[3] for ends in found)
 
@@ -38,7 +38,7 @@ def test_ipv4_addresses_on_ipv6_sockets_are_shown_as_ipv4() -> None:
             ours.connect(("::ffff:127.0.0.1", port))
         except OSError:
             pytest.skip("there is no version 6 here")
-        assert ["127.0.0.1", ours.getsockname()[1], "127.0.0.1", port] in tcp_tables.list_connections([os.getpid()])[0]
+        assert ["127.0.0.1", ours.getsockname()[1], "127.0.0.1", port] in on_host.list_connections([os.getpid()])[0]
 
 
 def test_a_shared_socket_is_found_with_each_process() -> None:
@@ -50,6 +50,6 @@ def test_a_shared_socket_is_found_with_each_process() -> None:
             command = [sys.executable, "-c", "input()"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[ours.fileno()]) as child:
                 ends = [*ours.getsockname(), *ours.getpeername()]
-                mine, child_ends = tcp_tables.list_connections([os.getpid(), child.pid])
+                mine, child_ends = on_host.list_connections([os.getpid(), child.pid])
                 child.kill()
     assert ends in mine and ends in child_ends
