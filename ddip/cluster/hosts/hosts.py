@@ -126,14 +126,11 @@ class Hosts:
         run code on the ranks. It is made once per host. Raises GroupError.
         """
         with self._lock:
-            return self._connect(number, engine_file)
-
-    def _connect(self, number: int, engine_file: Path) -> str:
-        host = self.all[number]
-        assert isinstance(host, RemoteHost)
-        if number not in self._connection_infos:
-            self._connection_infos[number] = json.dumps(ways.relay_controller(host, engine_file))
-        return self._connection_infos[number]
+            host = self.all[number]
+            assert isinstance(host, RemoteHost)
+            if number not in self._connection_infos:
+                self._connection_infos[number] = json.dumps(ways.relay_controller(host, engine_file))
+            return self._connection_infos[number]
 
     def close(self) -> None:
         """Make each host end all its processes, and wait until they have ended."""
@@ -141,39 +138,6 @@ class Hosts:
             host.hang_up()
         for host in self.remote:
             host.close()
-
-
-class OnHosts:
-    """The part of a cluster that knows the hosts of its engines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._hosts: Hosts
-        self._host_numbers: dict[int, int] = {}
-        """Host number by engine."""
-
-    def _record(self) -> None:
-        """Record the processes and files to clean up if this process dies."""
-        raise NotImplementedError
-
-    @property
-    def hosts(self) -> Sequence[Host]:
-        """The hosts that engines can run on."""
-        return self._hosts.all
-
-    def host_of(self, engine: int) -> Host:
-        """Return the host on which `engine` runs or ran."""
-        return self.hosts[self._host_numbers[engine]]
-
-    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
-        """Wait as `Hosts.wait` does, and record the hosts' processes for a cleanup. Raises GroupError."""
-        self._hosts.wait(deadline, progress)
-        self._record()
-
-    def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
-        """Replace the lost host `number` as `Hosts.reopen` does, and record its processes. Raises GroupError."""
-        self._hosts.reopen(number, name, reach, deadline)
-        self._record()
 
 
 def explain_mismatch(local: Facts, remote: Facts) -> str:

@@ -28,7 +28,7 @@ from ipyparallel import Cluster as IppCluster
 
 from ddip.cluster import ipp_private
 from ddip.cluster.cluster_api import EngineSpec
-from ddip.cluster.hosts.hosts import Hosts, OnHosts
+from ddip.cluster.hosts.hosts import Hosts
 from ddip.cluster.hosts.remote_host import RemoteHost
 from ddip.cluster.ipyparallel import greeting, registry
 from ddip.cluster.ipyparallel.channels import Channels
@@ -45,7 +45,7 @@ from ddip.cluster.ipyparallel.launchers import (
 from ddip.cluster.ipyparallel.loop import Loop, all_of, others_end
 from ddip.cluster.processes import on_host, ownership, preload_client, processes
 from ddip.cluster.processes.exit_diagnosis import LOG_LINES, exit_text
-from ddip.cluster.processes.host import ensure_reachable, has_ipython_folder, process_environment
+from ddip.cluster.processes.host import Host, ensure_reachable, has_ipython_folder, process_environment
 from ddip.cluster.reach import Reach
 from ddip.errors import GroupError
 from ddip.guard import Guard
@@ -57,7 +57,7 @@ NO_SPACE = "no space is left in {folder}; free some there, and type the same lin
 IMPORT_FAILED = re.compile(r"^\s*((?:ModuleNotFound|Import)Error: .*)$", re.MULTILINE)
 
 
-class OwnCluster(OnHosts, Channels):
+class OwnCluster(Channels):
     """A controller, a client, and engines that are started and stopped one by one; owned by this process.
 
     `ddip.cluster.cluster_api.Cluster` documents the public methods. The constructor begins to connect to `hosts`
@@ -74,6 +74,8 @@ class OwnCluster(OnHosts, Channels):
         if self._fork:
             preload_client.ensure_process()
         self.spawned = ""
+        self._host_numbers: dict[int, int] = {}
+        """Host number by engine."""
         self._expected: set[int] = set()
         """Engines that were started and not ended by this process."""
         self._processes: dict[int, list[processes.Proc]] = {}
@@ -131,6 +133,29 @@ class OwnCluster(OnHosts, Channels):
 
     def _run_on_loop(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return self._loop.run(work, timeout)
+
+    # -- hosts
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """The hosts that engines can run on."""
+        return self._hosts.all
+
+    def host_of(self, engine: int) -> Host:
+        """Return the host on which `engine` runs or ran."""
+        return self.hosts[self._host_numbers[engine]]
+
+    def wait_for_hosts(self, deadline: float, progress: Callable[[str], None]) -> None:
+        """Wait as `Hosts.wait` does, and record the hosts' processes for a cleanup. Raises GroupError."""
+        self._hosts.wait(deadline, progress)
+        self._record()
+
+    def replace_host(self, number: int, name: str, reach: Reach, deadline: float) -> None:
+        """Replace the lost host `number` as `Hosts.reopen` does, and record its processes. Raises GroupError."""
+        self._hosts.reopen(number, name, reach, deadline)
+        self._record()
+
+    # -- processes between notebook and engines
 
     def ensure_controller(self) -> None:
         """Raise GroupError if the controller process has ended, so that no engine can be reached."""
