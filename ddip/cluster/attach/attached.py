@@ -7,7 +7,6 @@ between notebook and agent pass through that cluster's controller (``near_end.py
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +82,8 @@ def find_hosts(file: str, name: str, n: int | None) -> Attachment:
     number of ranks, or None for one per engine. `n` is not checked: call ``ensure_enough`` of the result. Raises
     GroupError if the cluster has no engines, or if its controller or an engine does not answer.
     """
-    with _closing_client(connect_client(file)) as client:
+    client = connect_client(file)
+    try:
         engines = sorted(client.ids)
         if not engines:
             raise GroupError(f"-c {name}: that cluster has no engines yet; start some, such as with ipcluster engines")
@@ -91,6 +91,8 @@ def find_hosts(file: str, name: str, n: int | None) -> Attachment:
         for engine, answer in zip(engines, ask_engines(client, engines, WHERE), strict=True):
             host, python, ids = json.loads(answer)
             seats.setdefault(json.dumps([host, ids]), [host, python, []])[2].append(engine)
+    finally:
+        client.close(linger=0)
     return Attachment(file, tuple(_seats_of(seats.values())), n)
 
 
@@ -100,11 +102,3 @@ def _seats_of(seats: Any) -> Iterator[Seat]:
     for host, python, engines in seats:
         taken[host] = taken.get(host, 0) + 1
         yield Seat(host if taken[host] == 1 else f"{host}#{taken[host]}", tuple(engines), python)
-
-
-@contextlib.contextmanager
-def _closing_client(client: Client) -> Iterator[Client]:
-    try:
-        yield client
-    finally:
-        client.close(linger=0)

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,25 +144,13 @@ def relay_controller(host: RemoteHost, engine_file: Path) -> dict[str, Any]:
     local_path = info["interface"].removeprefix("ipc://")
     remote_path = f"{host.run_folder}/{Path(local_path).name}"
     try:
-        host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in sorted(port_numbers(info))})
+        host.relay({f"{remote_path}:{port}": f"{local_path}:{port}" for port in _port_numbers(info)})
     except (HostLost, RuntimeError) as error:
         raise GroupError(f"{host.name}: the controller's sockets cannot be created there: {error}") from None
     return {**info, "interface": f"ipc://{remote_path}"}
 
 
-def port_numbers(connection_info: Mapping[str, Any]) -> set[int]:
-    """Return all port numbers in `connection_info`, the controller's connection information."""
-    return set(_find_integers(connection_info.values()))
-
-
-def _find_integers(values: Any) -> set[int]:
-    """Return all integers in `values`, and in the lists and dictionaries in it."""
-    found: set[int] = set()
-    for value in values:
-        if isinstance(value, int) and not isinstance(value, bool):
-            found.add(value)
-        elif isinstance(value, list):
-            found |= _find_integers(value)
-        elif isinstance(value, dict):
-            found |= _find_integers(value.values())
-    return found
+def _port_numbers(connection_info: dict[str, Any]) -> list[int]:
+    """Return the port numbers in the controller's connection information: values, or items of a list."""
+    entries = [entry if isinstance(entry, list) else [entry] for entry in connection_info.values()]
+    return [number for entry in entries for number in entry if isinstance(number, int)]
