@@ -18,6 +18,7 @@ from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loader
 from ddip.apps.fastai.distribution.reduction import Reductions
 from ddip.rank.objects import wrappers
 from ddip.rank.objects.checksum import tensor_checksums
+from ddip.sharded import contents
 
 NO_SYNC: dict[str, Any] = (
     {"init_sync": False} if "init_sync" in inspect.signature(DistributedDataParallel).parameters else {}
@@ -33,7 +34,8 @@ class Job:
     def __init__(self, learn: Learner) -> None:
         self.learn = learn
         self.seeds = randomness.Seeds(0, 0, 0)
-        self.common: randomness.State | None = None
+        self.common: dict[str, Any] | None = None
+        """The states of the random generators that all ranks had before the fit; None until it begins."""
         self.plan = plan.Plan((), (), ())
         self.epochs = 0
         self.model: nn.Module | None = None
@@ -73,7 +75,7 @@ class Job:
         if not rank_loaders.is_divisible(learn.dls.train):
             raise TypeError(NOT_DIVISIBLE.format(kind=type(learn.dls.train).__name__))
         self.seeds = randomness.Seeds.draw()
-        common = randomness.State.now()
+        common = contents.process_generators()
         facts = {
             "data": rank_loaders.summarize_data(learn.dls.train),
             "epochs": learn.n_epoch,
@@ -244,7 +246,7 @@ class Job:
         self.unwrap()
         self._drop_wrapper()
         if self.common is not None:
-            self.common.restore()
+            contents.set_process_generators(self.common)
 
 
 def _batch_size(learn: Learner) -> float:

@@ -16,37 +16,7 @@ import numpy as np
 import torch
 
 from ddip.apps import rank_exchange
-
-
-class State(NamedTuple):
-    """State of the default random generators: Python, NumPy and torch, the latter on CPU and GPU."""
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
-    torch: torch.Tensor
-    cuda: torch.Tensor | None
-
-    @classmethod
-    def now(cls) -> State:
-        """Return the current state of this rank's generators; for CUDA only if it is initialized."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        numpy = np.random.get_state(legacy=False)
-        return cls(random.getstate(), numpy, torch.get_rng_state(), cuda)  # type: ignore[arg-type]
-
-    def restore(self) -> None:
-        """Set the generators to this state."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.cuda is not None and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(self.cuda)
-
-    def fingerprint(self) -> int:
-        """Return a hash that is equal for states that produce the same numbers."""
-        numpy = self.numpy["state"]
-        cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
-        of_torch = self.torch.numpy().tobytes(), cuda
-        return rank_exchange.fingerprint_value((self.python, numpy["key"].tobytes(), numpy["pos"], *of_torch))
+from ddip.sharded.contents import process_generators, set_process_generators
 
 
 class Seeds(NamedTuple):
@@ -76,9 +46,16 @@ def sync_rng() -> None:
     """
     if not rank_exchange.on_all_ranks():
         return
-    state = State.now()
-    if len(set(rank_exchange.gather_numbers(state.fingerprint()))) > 1:
-        State(*rank_exchange.broadcast_object(tuple(state))).restore()
+    states = process_generators()
+    if len(set(rank_exchange.gather_numbers(_fingerprint_states(states)))) > 1:
+        set_process_generators(rank_exchange.broadcast_object(states))
+
+
+def _fingerprint_states(states: dict[str, Any]) -> int:
+    """Return a hash that is equal for `states` of `process_generators` that produce the same numbers."""
+    numpy = states["numpy"]["state"]
+    tensors = [states[name].numpy().tobytes() for name in ("torch", "cuda") if name in states]
+    return rank_exchange.fingerprint_value((states["random"], numpy["key"].tobytes(), numpy["pos"], tensors))
 
 
 def diverge_rng() -> None:
@@ -90,11 +67,11 @@ def diverge_rng() -> None:
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore the generator states at the end of the block."""
-    before = State.now()
+    before = process_generators()
     try:
         yield
     finally:
-        before.restore()
+        set_process_generators(before)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from fastai.torch_core import apply as each
 from torch import Tensor
 
 from ddip.apps import rank_exchange
-from ddip.apps.fastai.distribution import randomness
 from ddip.apps.fastai.distribution.kept import SavedState
+from ddip.sharded import contents
 
 Reduction = Literal["mean", "sum"]
 Verdict = Literal["mean", "sum", "neither", "no gradient"]
@@ -89,18 +89,18 @@ def try_reduction(loss_func: Callable[..., Any], pred: Any, yb: tuple[Any, ...])
     The value and gradient of the loss are compared with those of the same items repeated. The state of the loss
     function and of the random generators is restored. Never raises; for a loss that raises, returns "neither".
     """
-    state, randoms = SavedState(loss_func), randomness.State.now()
+    state, randoms = SavedState(loss_func), contents.process_generators()
     try:
         rows = _rows_to_take((pred, *yb))
         loss, gradient = _loss_of(loss_func, pred, yb, rows, 1)
         state.restore()
-        randoms.restore()
+        contents.set_process_generators(randoms)
         doubled, doubled_gradient = _loss_of(loss_func, pred, yb, rows, 2)
     except Exception:  # the loss needs whole batches, or is wrong and will raise in the fit
         return "neither"
     finally:
         state.restore()
-        randoms.restore()
+        contents.set_process_generators(randoms)
     size = gradient.norm()
     if not torch.isfinite(doubled_gradient).all() or not 0 < size < float("inf"):
         return "no gradient"
