@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
 import pickle
 import sys
@@ -30,6 +29,7 @@ from ddip.rank.objects.wrappers import match_fingerprints
 from ddip.rank.process_group import membership
 from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
+from ddip.sharded import contents
 
 _numbers = itertools.count()
 _stateful_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -112,16 +112,26 @@ def share_states() -> None:
         {number: _describe_stateful(stateful) for number, stateful in by_number.items()}
     )
     common = [by_number[numbers[rank_exchange.rank()]] for numbers in match_fingerprints(descriptions)]
-    packed = [_pack_state(stateful.state_dict()) for stateful in common]
+    apart = [_take_apart(stateful.state_dict()) for stateful in common]
     fingerprints = rank_exchange.gather_objects(
-        [rank_exchange.fingerprint_value((data, tensor_checksums(tensors))) for data, tensors in packed]
+        [rank_exchange.fingerprint_value((rest, tensor_checksums([*tensors.values()]))) for tensors, rest in apart]
     )
-    for number, (stateful, (data, tensors)) in enumerate(zip(common, packed, strict=True)):
+    for number, (stateful, (tensors, rest)) in enumerate(zip(common, apart, strict=True)):
         if len({of_rank[number] for of_rank in fingerprints}) > 1:
-            state, received = _unpack_state(rank_exchange.broadcast_object(data))
-            rank_exchange.broadcast_tensors(tensors if rank_exchange.rank() == 0 else received)
-            if rank_exchange.rank() != 0:
-                stateful.load_state_dict({**stateful.state_dict(), **state})
+            _share_state(stateful, tensors, rest)
+
+
+def _share_state(stateful: Any, tensors: dict[str, Tensor], rest: dict[str, bytes]) -> None:
+    """Copy rank 0's state, as `_take_apart` has divided it, to all ranks. A collective."""
+    forms = {name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors.items()}
+    forms, rest = rank_exchange.broadcast_object((forms, rest))
+    is_source = rank_exchange.rank() == 0
+    for name, (shape, dtype, kind) in () if is_source else forms.items():
+        tensors[name] = torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind)
+    rank_exchange.broadcast_tensors([tensors[name] for name in forms])
+    if not is_source:
+        state = {name: contents.put_together(pickle.loads(part)[name], tensors) for name, part in rest.items()}
+        stateful.load_state_dict({**stateful.state_dict(), **state})
 
 
 def _describe_stateful(stateful: Any) -> str:
@@ -133,43 +143,15 @@ def _describe_stateful(stateful: Any) -> str:
     return repr((type(stateful).__name__, type(inner).__qualname__, shapes))
 
 
-def _pack_state(state: dict[str, Any]) -> tuple[bytes, list[Tensor]]:
-    """Return `state` pickled without its tensors, and the tensors.
+def _take_apart(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+    """Return the tensors of `state` by name, and the rest of each entry, pickled.
 
-    Values that cannot be pickled, such as a scheduler's lambda, are left out: each rank keeps its own.
+    Entries that cannot be pickled, such as a scheduler's lambda, are left out: each rank keeps its own.
     """
-    data: dict[str, bytes] = {}
-    tensors: list[Tensor] = []
+    tensors: dict[str, Tensor] = {}
+    rest = {}
     for name, value in state.items():
-        with contextlib.suppress(Exception):
-            data[name], of_value = _pack_value(value)
-            tensors += of_value
-    return pickle.dumps(data), tensors
-
-
-def _pack_value(value: Any) -> tuple[bytes, list[Tensor]]:
-    tensors: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return None
-            tensors.append(value)
-            return tuple(value.shape), value.dtype, value.device.type
-
-    data = io.BytesIO()
-    Pickler(data).dump(value)
-    return data.getvalue(), tensors
-
-
-def _unpack_state(data: bytes) -> tuple[dict[str, Any], list[Tensor]]:
-    """Unpickle a state with uninitialized tensors; return it and the tensors to fill, in pickling order."""
-    tensors: list[Tensor] = []
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, description: Any) -> Tensor:
-            shape, dtype, kind = description
-            tensors.append(torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind))
-            return tensors[-1]
-
-    return {name: Unpickler(io.BytesIO(value)).load() for name, value in pickle.loads(data).items()}, tensors
+        with contextlib.suppress(ValueError):
+            found, rest[name] = contents.take_apart({name: value})
+            tensors |= found
+    return tensors, rest
