@@ -14,7 +14,6 @@ from IPython.paths import get_ipython_dir
 from ddip.errors import GroupError
 
 CONNECT_SECONDS = 1.0
-START_ONE = "ipcluster start starts one; --attach takes over a group that %makedip --keep has kept"
 BEGIN, END = "ipcontroller", "client.json"
 
 
