@@ -12,7 +12,7 @@ _LAUNCHER = "ipyparallel.cluster.launcher.LocalProcessLauncher"
 TESTED = "9.2"
 """Versions of ipyparallel that ddip has been tested with."""
 ATTACH = "%makedip -c and --engines cannot reach the hosts of another cluster"
-LAUNCHERS = "an error in ipyparallel can hide the end of a process, and logs of engines may appear in the notebook"
+LAUNCHERS = "an error in ipyparallel can hide the end of a process"
 NOTEBOOK = Names(
     "ipyparallel",
     TESTED,
@@ -26,7 +26,7 @@ NOTEBOOK = Names(
     ),
     features={
         ATTACH: (f"{_CLIENT}._dispatch_single_reply",),
-        LAUNCHERS: (f"{_LAUNCHER}._wait", f"{_LAUNCHER}._log_output", f"{_LAUNCHER}._start_streaming"),
+        LAUNCHERS: (f"{_LAUNCHER}._wait",),
     },
 )
 CONTROLLER = Names(

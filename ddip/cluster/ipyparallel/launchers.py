@@ -61,10 +61,6 @@ class _GuardedCallbacks:
     def on_stop(self, function: Callable[[Any], object]) -> Any:
         return super().on_stop(self._guard.around(function))  # type: ignore[misc]
 
-    def _log_output(self, stop_data: Any = None) -> None:
-        with self._guard:
-            super()._log_output(stop_data)  # type: ignore[misc]
-
 
 class _ForkedProcess:
     """The methods of ``psutil.Process`` that a launcher uses, for a forked child whose exit is reported."""
@@ -156,9 +152,6 @@ class Launcher(_GuardedCallbacks, launcher.LocalProcessLauncher):  # type: ignor
             with self._guard:
                 super()._wait()
                 return
-
-    def _start_streaming(self) -> None:
-        """Do nothing: ipyparallel would copy the log to stderr, and would fail on bytes that are not text."""
 
     def get_output(self, remove: bool = False) -> str:
         """Return the log, and then `remove` its file; ipyparallel's method fails on bytes that are not UTF-8."""
