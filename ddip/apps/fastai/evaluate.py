@@ -17,8 +17,7 @@ from fastai.learner import Learner
 from ddip.apps import patches, rank_exchange
 from ddip.apps.fastai import precision
 from ddip.apps.fastai.distribution import metrics, plan, randomness, rank_loaders
-from ddip.apps.fastai.fit import TrainingCallback
-from ddip.apps.fastai.passing import TemporaryCallback
+from ddip.apps.fastai.fit import TemporaryCallback, TrainingCallback
 from ddip.rank.objects.checksum import tensor_checksums
 
 GATHERED = ("inputs", "preds", "targets", "losses")

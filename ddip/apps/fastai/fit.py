@@ -27,10 +27,16 @@ from ddip.apps import patches, rank_exchange
 from ddip.apps.fastai import finder, precision
 from ddip.apps.fastai.distribution import metrics, rank_loaders
 from ddip.apps.fastai.job import Job
-from ddip.apps.fastai.passing import TemporaryCallback
 
 _jobs: list[Job] = []
 """The running fit; empty if there is none."""
+
+
+class TemporaryCallback(Callback):
+    """Callback for one call, pickled as a plain Callback so that an exported learner does not need ddip."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Callback, ())
 
 
 class TrainingCallback(TemporaryCallback):

@@ -33,7 +33,7 @@ def prepare() -> None:
     release()
     for module in PATCHES:
         module.apply_patches()
-    if place.is_accelerate_imported():
+    if "accelerate.state" in sys.modules:
         from ddip.apps import launcher  # imports accelerate
 
         launcher.apply_patches()

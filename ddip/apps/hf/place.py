@@ -41,11 +41,6 @@ class StaleStateError(RuntimeError, AttributeError):
         super().__init__(f"{text} ({reason})" if reason else text)
 
 
-def is_accelerate_imported() -> bool:
-    """Return whether accelerate is imported."""
-    return _state_module() is not None
-
-
 def _state_module() -> ModuleType | None:
     return sys.modules.get("accelerate.state")
 
