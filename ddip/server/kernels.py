@@ -1,10 +1,10 @@
-"""Call ``ddip.notebook.for_programs`` in a notebook's kernel, in bounded time.
+"""Find the kernel of a notebook, and call ``ddip.notebook.for_programs`` in it, in bounded time.
 
     server   kernel_info_request on the control channel  -->  until its status arrives: now no message is missed
              execute_request without code, the call in a user expression  -->  busy: it has begun  -->  reply
 
 The kernel runs one request at a time: while a cell of the notebook runs, the request waits behind it. After
-`BUSY_SECONDS` the caller gets KernelBusy, and the kernel, once it reaches the request, sees that it is late and drops
+`BUSY_SECONDS` the caller gets KernelError, and the kernel, once it reaches the request, sees that it is late and drops
 it.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from queue import Empty
 from typing import Any
 
@@ -34,16 +35,41 @@ class KernelError(Exception):
     """A call in a kernel failed; the message says why."""
 
 
-class KernelBusy(KernelError):
-    """The kernel was busy with something else; the call was not made."""
+def describe_session(session: dict[str, Any]) -> dict[str, str]:
+    """Describe a session as the tools return it: path of the notebook, id and state of the kernel."""
+    kernel = session.get("kernel") or {}
+    return {"notebook": session["path"], "kernel": kernel.get("id", ""), "state": kernel.get("execution_state", "")}
+
+
+def choose_notebook(sessions: Sequence[dict[str, Any]], typed: str) -> dict[str, str]:
+    """Return the notebook whose path, file name or kernel id is `typed`, or the only one if that is empty.
+
+    `sessions`: those of the Jupyter server; the result is that of `describe_session`. Raises KernelError if none or
+    several match.
+    """
+    open_now = [describe_session(session) for session in sessions]
+    if not open_now:
+        raise KernelError("no notebook is open on this Jupyter server; open one, which starts its kernel")
+    names = ", ".join(found["notebook"] for found in open_now)
+    if not typed:
+        if len(open_now) > 1:
+            raise KernelError(f"several notebooks are open; give one as `notebook`: {names}")
+        return open_now[0]
+    wanted = typed.strip("/")
+    exact = [found for found in open_now if wanted in (found["notebook"], found["kernel"])]
+    matching = exact or [found for found in open_now if found["notebook"].rsplit("/", 1)[-1] == wanted]
+    if len(matching) != 1:
+        raise KernelError(
+            f"{typed}: {'several notebooks are' if matching else 'no notebook is'} called that; open: {names}"
+        )
+    return matching[0]
 
 
 async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], seconds: float) -> Any:
     """Call the function `name` in the kernel of `manager` and return its result.
 
-    `arguments` and the result must be JSON. Raises KernelBusy, a KernelError, if the call could not begin: nothing was
-    done then. Raises KernelError if the kernel has ended, or if the call fails or takes longer than `seconds`: it then
-    goes on in the kernel.
+    `arguments` and the result must be JSON. Raises KernelError if the call could not begin: nothing was done then. The
+    same if the kernel has ended, or if the call fails or takes longer than `seconds`: it then goes on in the kernel.
     """
     client = manager.client()
     client.start_channels(stdin=False, hb=False)
@@ -60,7 +86,7 @@ async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], sec
             if content.get("status") != "aborted":
                 return answer_in(content)
             await asyncio.sleep(LOOK_SECONDS)  # a cell failed, and the kernel drops the requests queued behind it
-        raise KernelBusy(f"several cells of the notebook have failed, and {name} was dropped with them; try again")
+        raise KernelError(f"several cells of the notebook have failed, and {name} was dropped with them; try again")
     finally:
         client.stop_channels()
 
@@ -68,7 +94,7 @@ async def call_in_kernel(manager: Any, name: str, arguments: dict[str, Any], sec
 def answer_in(content: dict[str, Any]) -> Any:
     """Return the result in the content of an execute_reply.
 
-    Raises KernelError if it contains an error or no result, and KernelBusy if the call was not made in time.
+    Raises KernelError if it contains an error or no result, or if the call was not made in time.
     """
     expression = content.get("user_expressions", {}).get(KEY, {})
     if expression.get("status") == "error":
@@ -79,14 +105,14 @@ def answer_in(content: dict[str, Any]) -> Any:
         raise KernelError("the kernel of this notebook is not one of IPython with ddip")
     answer = json.loads(text)
     if answer.get("error") == TOO_LATE:
-        raise KernelBusy(busy_text())
+        raise KernelError(busy_text())
     if "error" in answer:
         raise KernelError(f"{answer['error']}: {answer['message']}")
     return answer["ok"]
 
 
 def busy_text() -> str:
-    """Return the message of a KernelBusy: the request waited too long for its turn."""
+    """Return the message for a request that has waited too long for its turn."""
     return (
         f"the notebook's kernel has been busy with a cell of its own for {BUSY_SECONDS:g} s; nothing was done. Cells "
         "that ddip_run starts leave it free; try again, or stop that cell in the notebook"
@@ -113,7 +139,7 @@ async def _wait_until_connected(manager: Any, client: Any) -> None:
 
 
 async def _wait_until_begun(manager: Any, client: Any, msg_id: str) -> None:
-    """Wait until the kernel begins the request `msg_id`; raise KernelBusy if it does not in time."""
+    """Wait until the kernel begins the request `msg_id`; raise KernelError if it does not in time."""
     end = time.monotonic() + BUSY_SECONDS + LATER_SECONDS
     while time.monotonic() < end:
         if await _wait_for_message(
@@ -121,7 +147,7 @@ async def _wait_until_begun(manager: Any, client: Any, msg_id: str) -> None:
         ):
             return
         await _ensure_alive(manager)
-    raise KernelBusy(busy_text())
+    raise KernelError(busy_text())
 
 
 async def _wait_for_message(client: Any, seconds: float, wanted: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from fastmcp.exceptions import ToolError
 
 from ddip.protocol.status_types import TEXT_CHARACTERS
-from ddip.server import access, kernels, notebooks
+from ddip.server import access, kernels
 
 Data: TypeAlias = dict[str, Any]
 
@@ -35,7 +35,7 @@ async def ddip_notebooks() -> list[dict[str, str]]:
     as `state`.
     """
     app = access.authorized_server()
-    return [notebooks.describe_session(session) for session in await app.session_manager.list_sessions()]
+    return [kernels.describe_session(session) for session in await app.session_manager.list_sessions()]
 
 
 async def ddip_start(arguments: str = "", notebook: str = "") -> Data:
@@ -239,7 +239,7 @@ async def _call_notebook(notebook: str, name: str, seconds: float, /, **argument
     app = access.authorized_server()
     sessions = await app.session_manager.list_sessions()
     try:
-        found = notebooks.choose_notebook(sessions, notebook)
+        found = kernels.choose_notebook(sessions, notebook)
         if found["kernel"] not in app.kernel_manager.list_kernel_ids():
             raise ToolError(f"{found['notebook']} no longer has a kernel")
         answer: Data = await kernels.call_in_kernel(
