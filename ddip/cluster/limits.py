@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -22,6 +23,7 @@ THREADS, A_RANKS_THREADS = 20, 16
 """Threads of the controller, the preload process and the notebook's side of both, and threads per rank."""
 MANY_THREADS = 20_000
 """Limit above which threads are not counted, since counting those of all processes takes a while."""
+CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,31 @@ def ensure_room(ranks: int, running: int = 0) -> None:
     short = find_shortage(ranks, running, limits, len(os.listdir("/dev/fd")), threads)
     if short:
         raise GroupError(short)
+
+
+def control_groups(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
+    """Return the folders of this process's control group and of those around it; none for version 1."""
+    with contextlib.suppress(OSError):
+        _, _, path = membership.read_text(errors="replace").splitlines()[-1].partition("::")  # "0::/a/b"
+        folder = root / path.lstrip("/")
+        return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
+    return []
+
+
+def control_group(controller: str, root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int]:
+    """Return limit and use of `controller` in the tightest control group of this process.
+
+    `controller`: ``memory``, in bytes, or ``pids``. (0, 0) if there is no limit, or no control groups of version 2.
+    """
+    found = []
+    for group in control_groups(root, membership):
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number; containers lack some of the files
+            limit, used = (int((group / f"{controller}.{name}").read_text()) for name in ("max", "current"))
+            if controller == "memory":  # the kernel reclaims cached files on demand
+                words = (group / "memory.stat").read_text().split()
+                used -= int(words[words.index("inactive_file") + 1])
+            found.append((limit, max(0, used)))
+    return min(found, key=lambda bound: bound[0] - bound[1], default=(0, 0))
 
 
 def user_threads() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -26,7 +25,6 @@ MANY_RANKS = 8
 BOUND_THREADS = 200
 """Processes and threads that a control group should have free, enough for a few ranks."""
 LOOPBACK_SECONDS = 3.0
-CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def check_shared_memory() -> Check:
@@ -45,31 +43,12 @@ def check_shared_memory() -> Check:
     return warning("shared-memory", f"{found}; data loader workers may end with a bus error", advice)
 
 
-def control_group(controller: str, root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int]:
-    """Return limit and use of `controller` in the tightest control group of this process.
-
-    `controller`: ``memory``, in bytes, or ``pids``. (0, 0) if there is no limit, or no control groups of version 2.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        _, _, path = membership.read_text(errors="replace").splitlines()[-1].partition("::")  # "0::/a/b"
-        folder = root / path.lstrip("/")
-        for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]:
-            with contextlib.suppress(OSError, ValueError):  # "max" is not a number; containers lack some of the files
-                limit, used = (int((group / f"{controller}.{name}").read_text()) for name in ("max", "current"))
-                if controller == "memory":  # the kernel reclaims cached files on demand
-                    words = (group / "memory.stat").read_text().split()
-                    used -= int(words[words.index("inactive_file") + 1])
-                found.append((limit, max(0, used)))
-    return min(found, key=lambda bound: bound[0] - bound[1], default=(0, 0))
-
-
 def check_memory() -> Check:
     """Check the free memory of the machine and of the control group."""
-    from ddip.cluster.limits import Limits
+    from ddip.cluster import limits
 
-    figures = psutil.virtual_memory()
-    return judge_memory(figures.total, figures.available, *control_group("memory"), Limits.now().memory)
+    figures, bound = psutil.virtual_memory(), limits.control_group("memory")
+    return judge_memory(figures.total, figures.available, *bound, limits.Limits.now().memory)
 
 
 def judge_memory(total: int, available: int, limit: int, used: int, address_space: float) -> Check:
@@ -99,7 +78,7 @@ def check_limits() -> Check:
     threads = limits.user_threads() if now.threads < limits.MANY_THREADS else 0
     ranks = max(MANY_RANKS, len(devices.gpu_names()))
     short = {n: limits.find_shortage(n, 0, now, files, threads) for n in (2, ranks)}
-    return judge_limits(now.files, now.threads, *control_group("pids"), short)
+    return judge_limits(now.files, now.threads, *limits.control_group("pids"), short)
 
 
 def judge_limits(files: float, threads: float, limit: int, used: int, short: Mapping[int, str]) -> Check:

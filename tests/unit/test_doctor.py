@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import ddip
+from ddip.cluster import limits
 from ddip.cluster.processes import boot
 from ddip.cluster.processes.ownership import Run
 from ddip.cluster.processes.processes import Proc
@@ -225,16 +226,16 @@ def test_the_tightest_limit_of_all_groups_around_the_process_counts(tmp_path: Pa
     membership.write_text("0::/outer/inner\n")
     write_files(root / "outer" / "inner", memory__max="max", pids__max=300, pids__current=7)
     write_files(root / "outer", memory__max=1000, memory__current=700, memory__stat="anon 1\ninactive_file 200")
-    assert machine.control_group("memory", root, membership) == (1000, 500)
-    assert machine.control_group("pids", root, membership) == (300, 7)
-    assert machine.control_group("memory", root, tmp_path / "missing") == (0, 0)
+    assert limits.control_group("memory", root, membership) == (1000, 500)
+    assert limits.control_group("pids", root, membership) == (300, 7)
+    assert limits.control_group("memory", root, tmp_path / "missing") == (0, 0)
 
 
 def test_a_container_reads_its_limits_from_the_root_control_group(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("0::/docker/abc\n")
     write_files(root, memory__max=1000, memory__current=100, memory__stat="inactive_file 0")
-    assert machine.control_group("memory", root, membership) == (1000, 100)
+    assert limits.control_group("memory", root, membership) == (1000, 100)
 
 
 # -- GPUs

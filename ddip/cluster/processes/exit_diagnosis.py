@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from ddip.cluster import limits
 
 LOG_LINES = 12
 """Number of log lines that an error shows."""
@@ -31,41 +32,21 @@ class HostMemory:
         """Read the current figures: those of the control group if it has a limit, else those of the host."""
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
-        kills = _read_field(Path("/proc/vmstat"), "oom_kill")
-        group = _control_group()
-        if group is not None:
-            kills = max(kills, _read_field(group / "memory.events", "oom_kill"))
-            limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
-            if limit is not None and used is not None and limit < total:
-                reclaimable = _read_field(group / "memory.stat", "inactive_file")  # page cache
-                total, available = limit, min(available, limit - used + reclaimable)
+        files = [Path("/proc/vmstat"), *(group / "memory.events" for group in limits.control_groups())]
+        limit, used = limits.control_group("memory")
+        if 0 < limit < total:
+            total, available = limit, min(available, limit - used)
+        kills = max(_count_kills(file) for file in files)
         return cls(total, available, kills)
 
 
-def _control_group() -> Path | None:
+def _count_kills(file: Path) -> int:
+    """Return the number of processes that were killed for lack of memory, from a file of the kernel."""
     try:
-        name = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).strip().rpartition("::")[2]
-    except OSError:
-        return None
-    for folder in (Path("/sys/fs/cgroup") / name.lstrip("/"), Path("/sys/fs/cgroup")):
-        if (folder / "memory.events").exists():
-            return folder
-    return None
-
-
-def _read_field(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
+        words = file.read_text().split()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def exit_text(code: int | None) -> str:
