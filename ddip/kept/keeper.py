@@ -39,6 +39,7 @@ from ddip.cluster.processes import ownership
 from ddip.cluster.processes.processes import Proc
 from ddip.errors import GroupError
 from ddip.group import session
+from ddip.group.group import Group
 from ddip.kept import kept_folder, kept_objects
 from ddip.kept.cell_records import CellRecords
 from ddip.kept.kept_folder import KeptGroup
@@ -262,8 +263,8 @@ def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
 TASKS: dict[str, Callable[..., Any]] = {
     "prepare_cell": prepare_cell,
     "has_group": has_group,
-    "world_size": _with_group(kept_objects.world_size),
-    "variable_names": _with_group(kept_objects.variable_names),
+    "world_size": _with_group(lambda group: group.world_size),
+    "variable_names": _with_group(Group.variable_names),
     "push_modules": _with_group(kept_objects.push_modules),
     "find_lacking": _with_group(kept_objects.find_lacking),
     "push_file": _with_group(kept_objects.push_file),

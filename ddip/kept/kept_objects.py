@@ -127,16 +127,6 @@ class KeptObjects:
 # -- in the keeper
 
 
-def world_size(group: Group) -> int:
-    """Return the number of ranks."""
-    return group.world_size
-
-
-def variable_names(group: Group, beginning: str, rank: int) -> list[str]:
-    """Return the names of a rank's variables that begin with `beginning`."""
-    return group.variable_names(beginning, rank)
-
-
 def push_modules(group: Group, typed: str, reload: bool) -> dict[str, Any]:
     """Push modules; return `ModulesPushed` as a dict."""
     return asdict(group.push_modules(typed, reload=reload))
