@@ -18,7 +18,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from ddip.errors import TransferError
+from ddip.errors import BadInput, TransferError
 from ddip.output.tables.tables import size_text
 from ddip.protocol.objects import calls, pickling
 from ddip.protocol.rank_spec import STANDING_VARIABLES
@@ -167,9 +167,14 @@ def _submodules_read(package: ModuleType, code: CodeType) -> set[str]:
 
 
 def packages_of(imports: str) -> set[str]:
-    """Return the top-level packages that the statements `imports` name; raises SyntaxError."""
+    """Return the top-level packages that the statements `imports` name; raises BadInput."""
+    try:
+        tree = ast.parse(imports)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise BadInput(f"in_torchddp: imports=: {line!r} in line {error.lineno}: {error.msg}") from None
     names = set()
-    for node in ast.walk(ast.parse(imports)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:

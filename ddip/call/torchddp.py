@@ -97,7 +97,7 @@ def in_torchddp(
     _check_arguments(nprocs, fn)
     frame = sys._getframe(1)
     imports = textwrap.dedent(imports)
-    packages, needed = _packages_of(imports), _find_needed(need, frame)
+    packages, needed = packing.packages_of(imports), _find_needed(need, frame)
     payload = packing.CallPayload(_globals_of(frame), {"__main__", frame.f_globals.get("__name__", "__main__")})
     call = packing.pack_call(fn, args, kwargs, needed, imports, payload)
     call.known = known_names().split()
@@ -154,14 +154,6 @@ def _find_needed(need: str | Iterable[str], frame: FrameType) -> dict[str, Any]:
         what = f"the notebook has no {', '.join(missing)}"
         raise BadInput(f"in_torchddp: need={need!r}: {what}; type the names of variables")
     return {name: found[name] for name in names}
-
-
-def _packages_of(imports: str) -> set[str]:
-    try:
-        return packing.packages_of(imports)
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise BadInput(f"in_torchddp: imports=: {line!r} in line {error.lineno}: {error.msg}") from None
 
 
 def _app_for(packages: set[str]) -> str | None:

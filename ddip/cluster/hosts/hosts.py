@@ -81,17 +81,10 @@ class Hosts:
                 host.wait(max(0.1, deadline - time.monotonic()))
         except (HostLost, concurrent.futures.TimeoutError):
             return [self._way.explain_failure(host)]
-        fault = explain_mismatch(on_host.collect_facts(), host.facts) or self._folder_fault(host)
+        fault = explain_mismatch(on_host.collect_facts(), host.facts)
+        if not fault and host.missing and self.reach.directory is not None:  # the default folder may be missing
+            fault = f"{host.missing}; create it there, or choose another folder with --cd"
         return [f"{host.name}: {fault}"] if fault else []
-
-    def _folder_fault(self, host: RemoteHost) -> str:
-        """Return the message for a host without the folder that the user asked for; empty if it exists.
-
-        The default folder may be missing.
-        """
-        if self.reach.directory is None or not host.missing:
-            return ""
-        return f"{host.missing}; create it there, or choose another folder with --cd"
 
     def reopen(self, number: int, name: str, reach: Reach, deadline: float) -> None:
         """Reconnect to the lost host `number`, or connect to the host `name` in its place; wait for it.
