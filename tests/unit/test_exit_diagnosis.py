@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddip.cluster.processes import exit_diagnosis
+from ddip.cluster import limits
 from ddip.cluster.processes.exit_diagnosis import EngineLogs, HostMemory, cause_text, exit_text, log_end
 
 PLENTY = HostMemory(100 * 10**9, 80 * 10**9, kills=3)
@@ -89,6 +89,6 @@ def test_the_page_cache_of_a_control_group_counts_as_free(monkeypatch: pytest.Mo
     files = {"max": "1000", "current": "900", "stat": "anon 200\ninactive_file 700\n", "events": "oom_kill 0\n"}
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(exit_diagnosis, "_control_group", lambda: tmp_path)
+    monkeypatch.setattr(limits, "control_groups", lambda *where: [tmp_path])
     now = HostMemory.now()
     assert (now.total, now.available) == (1000, 800)
