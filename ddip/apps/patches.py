@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -29,6 +30,25 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
             setattr(owner, name, before)
 
     _undo.append(restore_attribute)
+
+
+def wrap_function(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace the function `name` of the class or module `owner` until `undo_all`.
+
+    A call with some arguments becomes ``around(original, *arguments)``, with the original function.
+    """
+    set_attribute(owner, name, wrap(getattr(owner, name), around))
+
+
+def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the name of `original` that calls ``around(original, *arguments)``."""
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves out this frame
+        return around(original, *args, **kwargs)
+
+    return wrapped
 
 
 def replace_imports(name: str, original: Any, value: Any) -> None:

@@ -6,7 +6,6 @@ both gather from ranks that may not run the cell (``maybe_gather``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,18 +89,26 @@ def _saves_batches(learn: Learner) -> bool:
     return any(callback.save_preds is not None or callback.save_targs is not None for callback in gatherers)
 
 
-def _in_single_process_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `method` to run in single-process mode, as ranks may call it alone.
+def _run_single_process(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `method` in single-process mode, as ranks may call it alone.
 
     Examples are ``predict`` on one item, and a logger that only works on rank 0.
     """
+    with rank_exchange.single_process_mode():
+        return method(*args, **kwargs)
 
-    @functools.wraps(method)
-    def run_single_process(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with rank_exchange.single_process_mode():
-            return method(self, *args, **kwargs)
 
-    return run_single_process
+def _validate_divided(validate: Callable[..., None], self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
+    if dl is None:
+        dl = self.dls[ds_idx]
+    with precision.autocast_left_on_error(self):
+        seed = _agreed_seed(self, dl)
+        if seed is None:
+            validate(self, ds_idx, dl)
+            return
+        shard = rank_loaders.evaluation_shard(dl, seed)
+        with randomness.preserved_rng(), self.added_cbs([DdipMerge(shard)]):
+            validate(self, ds_idx, shard)
 
 
 def _class_and_subclasses(kind: type) -> list[type]:
@@ -111,26 +118,9 @@ def _class_and_subclasses(kind: type) -> list[type]:
 
 def apply_patches() -> None:
     """Patch fastai to divide evaluations among the ranks."""
-    validate_whole = Learner._do_epoch_validate
-
-    @functools.wraps(validate_whole)
-    def validate_divided(self: Learner, ds_idx: int = 1, dl: Any = None) -> None:
-        if dl is None:
-            dl = self.dls[ds_idx]
-        with precision.autocast_left_on_error(self):
-            seed = _agreed_seed(self, dl)
-            if seed is None:
-                validate_whole(self, ds_idx, dl)
-                return
-            shard = rank_loaders.evaluation_shard(dl, seed)
-            with randomness.preserved_rng(), self.added_cbs([DdipMerge(shard)]):
-                validate_whole(self, ds_idx, shard)
-
-    patches.set_attribute(Learner, "_do_epoch_validate", validate_divided)
+    patches.wrap_function(Learner, "_do_epoch_validate", _validate_divided)
     for kind in _class_and_subclasses(Learner):
         if "predict" in vars(kind):
-            patches.set_attribute(kind, "predict", _in_single_process_mode(vars(kind)["predict"]))
-    patches.set_attribute(
-        FetchPredsCallback, "after_validate", _in_single_process_mode(FetchPredsCallback.after_validate)
-    )
+            patches.wrap_function(kind, "predict", _run_single_process)
+    patches.wrap_function(FetchPredsCallback, "after_validate", _run_single_process)
     patches.set_attribute(torch_core, "maybe_gather", lambda x, axis=0: x)

@@ -7,8 +7,8 @@ import, for a notebook: the preload process has none, and a rank seems to have o
 
 from __future__ import annotations
 
-import functools
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 from fastai.callback.progress import CSVLogger
@@ -41,7 +41,6 @@ class _HiddenMasterBar(MasterBar):
 
 def apply_patches() -> None:
     """Patch fastprogress and CSVLogger so that only rank 0 shows and writes common output."""
-    before_fit = CSVLogger.before_fit
 
     def progress_bar(*args: Any, **kwargs: Any) -> Any:
         """Make a progress bar: hidden, for a notebook, or for a terminal."""
@@ -55,14 +54,14 @@ def apply_patches() -> None:
             return _HiddenMasterBar(*args, **kwargs)
         return (fastprogress.NBMasterBar if current.is_rich() else fastprogress.ConsoleMasterBar)(*args, **kwargs)
 
-    @functools.wraps(before_fit)
-    def open_file(self: CSVLogger) -> None:
-        if not rank_exchange.is_quiet() or hasattr(self.learn, "gather_preds"):
-            before_fit(self)
-        else:
-            self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - after_fit closes it
-            self.old_logger, self.learn.logger = self.learn.logger, self._write_line
-
     patches.replace_imports("progress_bar", fastprogress.progress_bar, progress_bar)
     patches.replace_imports("master_bar", fastprogress.master_bar, master_bar)
-    patches.set_attribute(CSVLogger, "before_fit", open_file)
+    patches.wrap_function(CSVLogger, "before_fit", _open_file)
+
+
+def _open_file(before_fit: Callable[[Any], None], self: CSVLogger) -> None:
+    if not rank_exchange.is_quiet() or hasattr(self.learn, "gather_preds"):
+        before_fit(self)
+    else:
+        self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - after_fit closes it
+        self.old_logger, self.learn.logger = self.learn.logger, self._write_line

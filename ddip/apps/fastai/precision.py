@@ -7,8 +7,8 @@ autocast stays on and keeps using its cached casts of the weights, so that the l
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -35,14 +35,12 @@ def autocast_left_on_error(learn: Learner) -> Iterator[None]:
 
 def apply_patches() -> None:
     """Patch MixedPrecision to use bfloat16 on the CPU, where it is fast and needs no gradient scaling."""
-    original = MixedPrecision.before_fit
+    patches.wrap_function(MixedPrecision, "before_fit", _before_fit)
 
-    @functools.wraps(original)
-    def before_fit(self: MixedPrecision) -> None:
-        if next(self.learn.model.parameters()).device.type != "cpu":
-            original(self)
-        else:
-            self.autocast = autocast("cpu", dtype=torch.bfloat16)
-            self.learn.scaler, self.scales = GradScaler("cpu", enabled=False), L()
 
-    patches.set_attribute(MixedPrecision, "before_fit", before_fit)
+def _before_fit(before_fit: Callable[[Any], None], self: MixedPrecision) -> None:
+    if next(self.learn.model.parameters()).device.type != "cpu":
+        before_fit(self)
+    else:
+        self.autocast = autocast("cpu", dtype=torch.bfloat16)
+        self.learn.scaler, self.scales = GradScaler("cpu", enabled=False), L()

@@ -6,7 +6,6 @@ raises when the model is loaded, and says what to write instead.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,17 +23,14 @@ def apply_patches() -> None:
     """Patch ``from_pretrained`` to raise ValueError if all ranks load a model with a `SPREAD` device map."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
-        original = modeling.PreTrainedModel.__dict__["from_pretrained"].__func__
-        patches.set_attribute(modeling.PreTrainedModel, "from_pretrained", classmethod(_check_device_map(original)))
+        model = modeling.PreTrainedModel
+        load = patches.wrap(model.__dict__["from_pretrained"].__func__, _load_checked)
+        patches.set_attribute(model, "from_pretrained", classmethod(load))
 
 
-def _check_device_map(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_checked(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        typed = kwargs.get("device_map")
-        if isinstance(typed, str) and typed in SPREAD and rank_exchange.on_all_ranks():
-            raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.world_size()))
-        return load(kind, *args, **kwargs)
-
-    return load_checked
+def _load_checked(load: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    typed = kwargs.get("device_map")
+    if isinstance(typed, str) and typed in SPREAD and rank_exchange.on_all_ranks():
+        raise ValueError(INSTEAD.format(typed=typed, size=rank_exchange.world_size()))
+    return load(*args, **kwargs)

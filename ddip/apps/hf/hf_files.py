@@ -32,11 +32,12 @@ def apply_patches() -> None:
     for path, name in DOWNLOADS.items():
         if path in sys.modules:
             download = getattr(sys.modules[path], name)
-            patches.replace_imports(name, download, _download_once(download))
+            patches.replace_imports(name, download, patches.wrap(download, _download_once))
     datasets = sys.modules.get("datasets")
     if datasets is not None:
-        patches.replace_imports("load_dataset", datasets.load_dataset, _load_once(datasets.load_dataset))
-        patches.set_attribute(datasets.Dataset, "map", _map_once(datasets.Dataset.map, datasets.is_caching_enabled))
+        load = datasets.load_dataset
+        patches.replace_imports("load_dataset", load, patches.wrap(load, _load_once))
+        patches.wrap_function(datasets.Dataset, "map", functools.partial(_map_once, datasets.is_caching_enabled))
 
 
 def _run_once(kind: str, what: str, fetch: Callable[[], Any], found: Callable[[], Any]) -> Any:
@@ -45,47 +46,37 @@ def _run_once(kind: str, what: str, fetch: Callable[[], Any], found: Callable[[]
     return once_per_host(f"{kind}({what})", fetch, found, PATIENCE, same_error=True, kind=kind)
 
 
-def _download_once(download: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(download)
-    def download_once(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
+def _download_once(download: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
 
-        def load_cached() -> Any:
-            cached = {name: value for name, value in kwargs.items() if name not in FORCED}
-            try:
-                return download(*args, **{**cached, "local_files_only": True})
-            except FileNotFoundError:  # for example in another cache
-                return download(*args, **kwargs)
-
-        if kwargs.get("dry_run") or kwargs.get("local_files_only"):
-            return download(*args, **kwargs)
-        return _run_once(download.__name__, f"{args[:2]}", lambda: download(*args, **kwargs), load_cached)
-
-    return download_once
-
-
-def _load_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_once(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if kwargs.get("streaming"):
-            return load(*args, **kwargs)
+    def load_cached() -> Any:
         cached = {name: value for name, value in kwargs.items() if name not in FORCED}
-        return _run_once("load_dataset", f"{args[:2]}", lambda: load(*args, **kwargs), lambda: load(*args, **cached))
+        try:
+            return download(*args, **{**cached, "local_files_only": True})
+        except FileNotFoundError:  # for example in another cache
+            return download(*args, **kwargs)
 
-    return load_once
+    if kwargs.get("dry_run") or kwargs.get("local_files_only"):
+        return download(*args, **kwargs)
+    return _run_once(download.__name__, f"{args[:2]}", lambda: download(*args, **kwargs), load_cached)
 
 
-def _map_once(map_original: Callable[..., Any], is_caching_enabled: Callable[[], bool]) -> Callable[..., Any]:
-    @functools.wraps(map_original)
-    def map_once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        in_file = kwargs.get("cache_file_name") is not None or (self.cache_files and is_caching_enabled())
-        if not in_file or kwargs.get("keep_in_memory"):
-            return map_original(self, *args, **kwargs)
-        cached = {**kwargs, "load_from_cache_file": True}
-        return _run_once(
-            "Dataset.map", "", lambda: map_original(self, *args, **kwargs), lambda: map_original(self, *args, **cached)
-        )
+def _load_once(load: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    if kwargs.get("streaming"):
+        return load(*args, **kwargs)
+    cached = {name: value for name, value in kwargs.items() if name not in FORCED}
+    return _run_once("load_dataset", f"{args[:2]}", lambda: load(*args, **kwargs), lambda: load(*args, **cached))
 
-    return map_once
+
+def _map_once(
+    is_caching_enabled: Callable[[], bool], map_original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    __tracebackhide__ = True
+    in_file = kwargs.get("cache_file_name") is not None or (self.cache_files and is_caching_enabled())
+    if not in_file or kwargs.get("keep_in_memory"):
+        return map_original(self, *args, **kwargs)
+    cached = {**kwargs, "load_from_cache_file": True}
+    return _run_once(
+        "Dataset.map", "", lambda: map_original(self, *args, **kwargs), lambda: map_original(self, *args, **cached)
+    )

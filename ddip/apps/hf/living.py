@@ -48,32 +48,26 @@ def apply_patches() -> None:
     ):
         if module in sys.modules:
             kind = getattr(sys.modules[module], name)
-            patches.set_attribute(kind, "__init__", _note_new(kind.__init__, note))
+            patches.wrap_function(kind, "__init__", functools.partial(_init_and_note, note))
     if "accelerate.optimizer" in sys.modules:
         kind = sys.modules["accelerate.optimizer"].AcceleratedOptimizer
-        patches.set_attribute(kind, "step", _note_step(kind.step))
+        patches.wrap_function(kind, "step", _step_noted)
     patches.set_attribute(wrappers, "share_also", share_states)
 
 
-def _note_new(init: Callable[..., None], note: Callable[[Any], object]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        init(self, *args, **kwargs)
-        note(self)
-
-    return init_and_note
+def _init_and_note(
+    note: Callable[[Any], object], init: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    __tracebackhide__ = True
+    init(self, *args, **kwargs)
+    note(self)
 
 
-def _note_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def step_noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        global _has_stepped
-        _has_stepped = True
-        return step(self, *args, **kwargs)
-
-    return step_noted
+def _step_noted(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    global _has_stepped
+    _has_stepped = True
+    return step(*args, **kwargs)
 
 
 def begin_cell() -> None:

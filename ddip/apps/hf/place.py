@@ -12,7 +12,6 @@ ddip resets them when the ranks join another group; an older ``Accelerator`` or 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -62,61 +61,46 @@ def apply_patches() -> None:
     patches.set_variable(NOT_OURS, "1")
     if (state := _state_module()) is not None:
         for kind in (state.AcceleratorState, state.PartialState):
-            patches.set_attribute(kind, "__getattr__", _raise_if_stale(kind.__getattr__))
-        patches.set_attribute(
-            state.AcceleratorState, "__init__", _leave_to_accelerator(state.AcceleratorState.__init__)
-        )
+            patches.wrap_function(kind, "__getattr__", _get_or_raise)
+        patches.wrap_function(state.AcceleratorState, "__init__", _init_by_accelerator)
     if gpu.device.type != "cpu":
         return
     arguments = sys.modules.get("transformers.training_args")
     if state is not None:
-        original = state.PartialState.__init__
-
-        @functools.wraps(original)
-        def init_on_cpu(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-            __tracebackhide__ = True
-            original(self, True, **kwargs)
-
-        patches.set_attribute(state.PartialState, "__init__", init_on_cpu)
+        patches.wrap_function(state.PartialState, "__init__", _init_on_cpu)
         patches.set_variable(USE_CPU, os.environ.get(USE_CPU, "true"))
     if arguments is not None:
-        post_init = arguments.TrainingArguments.__post_init__
-
-        @functools.wraps(post_init)
-        def post_init_on_cpu(self: Any) -> None:
-            __tracebackhide__ = True
-            self.use_cpu = True
-            post_init(self)
-
-        patches.set_attribute(arguments.TrainingArguments, "__post_init__", post_init_on_cpu)
+        patches.wrap_function(arguments.TrainingArguments, "__post_init__", _post_init_on_cpu)
 
 
-def _raise_if_stale(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    @functools.wraps(original)
-    def get_or_raise(self: Any, name: str) -> Any:
-        try:
-            return original(self, name)
-        except AttributeError as error:
-            if self.__dict__ or name.startswith("__"):
-                raise
-            raise StaleStateError(self, error) from None
-
-    return get_or_raise
+def _init_on_cpu(init: Callable[..., None], self: Any, cpu: bool = False, **kwargs: Any) -> None:
+    __tracebackhide__ = True
+    init(self, True, **kwargs)
 
 
-def _leave_to_accelerator(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``AcceleratorState.__init__`` to raise StaleStateError if a former object asks for the state.
+def _post_init_on_cpu(post_init: Callable[[Any], None], self: Any) -> None:
+    __tracebackhide__ = True
+    self.use_cpu = True
+    post_init(self)
+
+
+def _get_or_raise(get: Callable[[Any, str], Any], self: Any, name: str) -> Any:
+    try:
+        return get(self, name)
+    except AttributeError as error:
+        if self.__dict__ or name.startswith("__"):
+            raise
+        raise StaleStateError(self, error) from None
+
+
+def _init_by_accelerator(init: Callable[..., None], self: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Call ``AcceleratorState.__init__``, or raise StaleStateError if a former object asks for the state.
 
     Such an object is a scheduler or a loader of an Accelerator of former ranks.
 
     accelerate raises, too, but without a hint, and leaves half a state, with which all that follows fails.
     """
-
-    @functools.wraps(init)
-    def init_by_accelerator(self: Any, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        if _had_state and not self._shared_state and not kwargs.get("_from_accelerator"):
-            raise StaleStateError(self)
-        init(self, *args, **kwargs)
-
-    return init_by_accelerator
+    __tracebackhide__ = True
+    if _had_state and not self._shared_state and not kwargs.get("_from_accelerator"):
+        raise StaleStateError(self)
+    init(self, *args, **kwargs)

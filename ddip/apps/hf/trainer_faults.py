@@ -8,7 +8,6 @@ some ranks only, the Trainer would wait for the other ranks without an error, so
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,27 +32,23 @@ def apply_patches() -> None:
     module = sys.modules.get("transformers.trainer")
     if module is not None:
         for name in METHODS:
-            patches.set_attribute(module.Trainer, name, _tidy_on_error(getattr(module.Trainer, name)))
+            patches.wrap_function(module.Trainer, name, _run_and_tidy)
 
 
-def _tidy_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run_and_tidy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if not current.is_everywhere() and self.args.world_size > 1:
-            here = ", ".join(map(str, current.cell_ranks()))
-            raise RuntimeError(ON_SOME.format(method=method.__name__, size=rank_exchange.world_size(), here=here))
-        was_in_train = self.is_in_train
-        _join_current_group(self)
-        _unwrap_if_lost(self)
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            if not was_in_train:  # an evaluation within `train` leaves this to `train`
-                _tidy_trainer(self)
-            raise
-
-    return run_and_tidy
+def _run_and_tidy(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
+    if not current.is_everywhere() and self.args.world_size > 1:
+        here = ", ".join(map(str, current.cell_ranks()))
+        raise RuntimeError(ON_SOME.format(method=method.__name__, size=rank_exchange.world_size(), here=here))
+    was_in_train = self.is_in_train
+    _join_current_group(self)
+    _unwrap_if_lost(self)
+    try:
+        return method(self, *args, **kwargs)
+    except BaseException:
+        if not was_in_train:  # an evaluation within `train` leaves this to `train`
+            _tidy_trainer(self)
+        raise
 
 
 def _join_current_group(trainer: Any) -> None:

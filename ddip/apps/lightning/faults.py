@@ -29,34 +29,26 @@ _obsolete: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary
 def apply_patches() -> None:
     """Patch Lightning's handling of errors and interrupts, and ``lr_find``; these functions are private."""
     for module in installed_modules("pytorch.trainer.call"):
-        patches.set_attribute(module, "_interrupt", _detach_before_interrupt(module._interrupt))
+        patches.wrap_function(module, "_interrupt", _detach_and_interrupt)
     for module in installed_modules("pytorch.tuner.lr_finder"):
         restore = vars(module)["__lr_finder_restore_params"]
-        patches.set_attribute(module, "_try_loop_run", _clean_up_failed_search(module._try_loop_run, restore))
+        patches.wrap_function(module, "_try_loop_run", functools.partial(_run_search, restore))
 
 
-def _detach_before_interrupt(interrupt: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(interrupt)
-    def detach_and_interrupt(trainer: Any, *args: Any) -> None:
+def _detach_and_interrupt(interrupt: Callable[..., None], trainer: Any, *args: Any) -> None:
+    detach_from_other_ranks(trainer)
+    interrupt(trainer, *args)
+
+
+def _run_search(restore: Callable[..., None], loop_run: Callable[..., None], trainer: Any, params: Any) -> None:
+    try:
+        loop_run(trainer, params)
+    except BaseException:
         detach_from_other_ranks(trainer)
-        interrupt(trainer, *args)
-
-    return detach_and_interrupt
-
-
-def _clean_up_failed_search(loop_run: Callable[..., None], restore: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(loop_run)
-    def run_search(trainer: Any, params: Any) -> None:
-        try:
-            loop_run(trainer, params)
-        except BaseException:
-            detach_from_other_ranks(trainer)
-            restore(trainer, params)
-            if trainer.progress_bar_callback:
-                trainer.progress_bar_callback.enable()
-            raise
-
-    return run_search
+        restore(trainer, params)
+        if trainer.progress_bar_callback:
+            trainer.progress_bar_callback.enable()
+        raise
 
 
 def detach_from_other_ranks(trainer: Any) -> None:

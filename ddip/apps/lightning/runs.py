@@ -8,7 +8,6 @@ handler of SIGTERM, the signal that ends ranks, waits in a collective. Lightning
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import signal
@@ -36,33 +35,29 @@ def apply_patches() -> None:
     """Patch the Trainer's public methods, and disable its private signal handlers."""
     for module in installed_modules("pytorch"):
         for name in RUNS:
-            patches.set_attribute(module.Trainer, name, _guard_run(getattr(module.Trainer, name)))
+            patches.wrap_function(module.Trainer, name, _run_guarded)
     for module in installed_modules("pytorch.trainer.connectors.signal_connector"):
         patches.set_attribute(module._SignalConnector, "register_signal_handlers", lambda self: None)
 
 
-def _guard_run(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run_guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True  # IPython leaves out this frame
-        trainers.ensure_same_ranks(self, f"trainer.{method.__name__}")
-        if self.world_size > 1 and _has_failed_anywhere(self):
-            _align_ranks(self)
-        model = args[0] if args else kwargs.get("model", self.lightning_module)
-        modes = {module: module.training for module in _modules_of(model)}
-        try:
-            result = _run_interruptible(method, self, *args, **kwargs)
-        except BaseException:
-            _failed.add(self)
-            for module in _modules_of(model):
-                module.training = modes.get(module, True)  # modules that the run has made are for training
-            raise
-        finally:
-            faults.rejoin_other_ranks(self)
-        _failed.discard(self)
-        return result
-
-    return run_guarded
+def _run_guarded(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True  # IPython leaves out this frame
+    trainers.ensure_same_ranks(self, f"trainer.{method.__name__}")
+    if self.world_size > 1 and _has_failed_anywhere(self):
+        _align_ranks(self)
+    model = args[0] if args else kwargs.get("model", self.lightning_module)
+    modes = {module: module.training for module in _modules_of(model)}
+    try:
+        result = _run_interruptible(method, self, *args, **kwargs)
+    except BaseException:
+        _failed.add(self)
+        for module in _modules_of(model):
+            module.training = modes.get(module, True)  # modules that the run has made are for training
+        raise
+    finally:
+        faults.rejoin_other_ranks(self)
+    _failed.discard(self)
+    return result
 
 
 def _modules_of(model: Any) -> list[torch.nn.Module]:

@@ -44,42 +44,30 @@ def rank_position() -> RankPosition:
 def apply_patches() -> None:
     """Patch the constructors, and the methods of Fabric; ``runs.py`` patches the methods of Trainer."""
     for module in installed_modules("pytorch"):
-        patches.set_attribute(module.Trainer, "__init__", _fit_to_group("Trainer", module.Trainer.__init__))
+        patches.wrap_function(module.Trainer, "__init__", functools.partial(_init_for_group, "Trainer"))
     for module in installed_modules("fabric"):
-        patches.set_attribute(module.Fabric, "__init__", _fit_to_group("Fabric", module.Fabric.__init__))
+        patches.wrap_function(module.Fabric, "__init__", functools.partial(_init_for_group, "Fabric"))
         for name in FABRIC:
-            patches.set_attribute(module.Fabric, name, _check_ranks(getattr(module.Fabric, name)))
-    patches.set_attribute(metric, "jit_distributed_available", _only_on_all_ranks(metric.jit_distributed_available))
+            patches.wrap_function(module.Fabric, name, _call_checked)
+    patches.wrap_function(metric, "jit_distributed_available", _is_with_all)
 
 
-def _only_on_all_ranks(is_distributed: Callable[[], bool]) -> Callable[[], bool]:
-    @functools.wraps(is_distributed)
-    def is_with_all() -> bool:
-        return current.is_everywhere() and is_distributed()
-
-    return is_with_all
+def _is_with_all(is_distributed: Callable[[], bool]) -> bool:
+    return current.is_everywhere() and is_distributed()
 
 
-def _fit_to_group(what: str, init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_for_group(self: Any, **asked: Any) -> None:
-        __tracebackhide__ = True  # IPython leaves out this frame
-        position = rank_position()
-        init(self, **constructor_arguments(what, asked, position))
-        if position.is_everywhere:
-            _made_for[self] = position.size
-
-    return init_for_group
+def _init_for_group(what: str, init: Callable[..., None], self: Any, /, **asked: Any) -> None:
+    __tracebackhide__ = True  # IPython leaves out this frame
+    position = rank_position()
+    init(self, **constructor_arguments(what, asked, position))
+    if position.is_everywhere:
+        _made_for[self] = position.size
 
 
-def _check_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call_checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True  # IPython leaves out this frame
-        ensure_same_ranks(self, f"fabric.{method.__name__}")
-        return method(self, *args, **kwargs)
-
-    return call_checked
+def _call_checked(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True  # IPython leaves out this frame
+    ensure_same_ranks(self, f"fabric.{method.__name__}")
+    return method(self, *args, **kwargs)
 
 
 def ensure_same_ranks(owner: Any, doing: str) -> None:

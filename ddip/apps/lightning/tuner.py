@@ -6,7 +6,6 @@ next ``fit`` would begin with a search. ``scale_batch_size`` does not support se
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,42 +21,31 @@ ALONE = (
 def apply_patches() -> None:
     """Patch the Tuner and its callback."""
     for module in installed_modules("pytorch.tuner.lr_finder"):
-        callback = module._LRCallback
-        patches.set_attribute(callback, "on_train_batch_start", _show_bar_on_rank_0(callback.on_train_batch_start))
+        patches.wrap_function(module._LRCallback, "on_train_batch_start", _begin_batch)
     for module in installed_modules("pytorch.tuner"):
-        patches.set_attribute(module.Tuner, "lr_find", _remove_callback_on_error(module.Tuner.lr_find))
-        patches.set_attribute(module.Tuner, "scale_batch_size", _on_one_rank(module.Tuner.scale_batch_size))
+        patches.wrap_function(module.Tuner, "lr_find", _find_rate)
+        patches.wrap_function(module.Tuner, "scale_batch_size", _scale_on_one_rank)
 
 
-def _show_bar_on_rank_0(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def begin_batch(self: Any, trainer: Any, *args: Any) -> None:
-        if not trainer.is_global_zero:
-            self.progress_bar_refresh_rate = 0
-        method(self, trainer, *args)
-
-    return begin_batch
+def _begin_batch(method: Callable[..., None], self: Any, trainer: Any, *args: Any) -> None:
+    """Begin a batch of a search, whose bar only rank 0 shows."""
+    if not trainer.is_global_zero:
+        self.progress_bar_refresh_rate = 0
+    method(self, trainer, *args)
 
 
-def _remove_callback_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def find_rate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        callbacks = self._trainer.callbacks
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            self._trainer.callbacks = callbacks
-            raise
-
-    return find_rate
-
-
-def _on_one_rank(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def scale_batch_size(self: Any, *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True  # IPython leaves out this frame
-        if self._trainer.world_size > 1:
-            raise ValueError(ALONE)
+def _find_rate(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``lr_find``, and remove its callback after an error."""
+    callbacks = self._trainer.callbacks
+    try:
         return method(self, *args, **kwargs)
+    except BaseException:
+        self._trainer.callbacks = callbacks
+        raise
 
-    return scale_batch_size
+
+def _scale_on_one_rank(method: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True  # IPython leaves out this frame
+    if self._trainer.world_size > 1:
+        raise ValueError(ALONE)
+    return method(self, *args, **kwargs)
