@@ -30,6 +30,7 @@ from ddip.cluster.ipyparallel.launchers import EngineSetLauncher, Launcher, log_
 from ddip.cluster.ipyparallel.loop import Loop
 from ddip.cluster.processes import processes
 from ddip.cluster.processes.children import Children
+from ddip.cluster.processes.exit_diagnosis import EngineLogs
 from ddip.cluster.processes.preload_client import PreloadProcess
 from ddip.group.members import time_left
 from ddip.guard import Guard
@@ -182,7 +183,7 @@ def test_an_agent_answers_after_odd_messages(monkeypatch: pytest.MonkeyPatch) ->
     one._near, one._far, one._guard = near, Sender(far, "sender"), Guard("odd")
     one._relay = Relay(one._far.send_frame, "relay")
     one._watch = cast(Any, SimpleNamespace(heard=lambda: None, is_lost=lambda: raise_exit()))
-    one._children, one._logs, one._marks, one.run_folder, one.missing = {}, {}, {}, Path("/tmp"), ""
+    one._children, one._logs, one.run_folder, one.missing = {}, EngineLogs(), Path("/tmp"), ""
     monkeypatch.setattr(agent.Agent, "leave", lambda self: None)
     monkeypatch.setattr(agent, "LOOK_SECONDS", 0.01)
     serving = threading.Thread(target=one.serve, daemon=True)
@@ -360,10 +361,10 @@ def test_no_reader_of_a_process_decodes_strictly() -> None:
 KNOWN = {
     "apps/once.py",
     "cluster/attach/clusters.py",
+    "cluster/limits.py",
     "cluster/processes/exit_diagnosis.py",
     "cluster/processes/ownership.py",
     "cluster/hosts/ways.py",
-    "doctor/machine.py",
     "doctor/gpus.py",
     "doctor/torch_build.py",
     "protocol/text.py",

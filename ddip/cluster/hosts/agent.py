@@ -35,13 +35,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
 from ddip.cluster.attach.far_end import ADDRESS
 from ddip.cluster.hosts.relay import FRAME, Relay, Sender
 from ddip.cluster.processes import host, links, on_host, ownership, preload_client, processes
 from ddip.cluster.processes.children import Child
+from ddip.cluster.processes.exit_diagnosis import EngineLogs
 from ddip.cluster.processes.processes import Proc
 from ddip.guard import Guard
 
@@ -55,8 +55,6 @@ LOOK_SECONDS = 0.5
 """Interval between checks of the connection."""
 FULL_BYTES = 1 << 16
 """Free space in the run folder below which the end of a process is said to have happened on a full disk."""
-LOG_BYTES = 1 << 16
-"""Size of the end of a process's log that is sent when it ended."""
 
 
 class Begin(TypedDict):
@@ -84,9 +82,7 @@ class Agent:
         self._relay = Relay(self._far.send_frame, "ddip-relay")
         self._children: dict[int, Child] = {}
         self._started: dict[int, list[Proc]] = {}
-        self._logs: dict[int, Path] = {}
-        self._marks: dict[int, int] = {}
-        """Size of each log in bytes when the last cell was sent."""
+        self._logs = EngineLogs()
         signal.alarm(BEGIN_SECONDS)  # ends the process: a notebook that is lost before its first message sends no beats
         begin: Begin = json.loads(near.recv_bytes())["begin"]
         signal.alarm(0)
@@ -143,8 +139,7 @@ class Agent:
                 else:
                     child.end()
             case {"mark": number}:
-                with contextlib.suppress(KeyError, OSError):  # the child has ended
-                    self._marks[number] = self._logs[number].stat().st_size
+                self._logs.cell_begins(number)
             case {"listen": paths, "ask": number}:
                 self._answer(number, lambda: self._relay.listen(paths))
             case {"ask": number, "function": name, "args": args}:
@@ -158,7 +153,7 @@ class Agent:
         mark = {processes.MARKED: processes.MARK}  # read again, as IPython's folder may be read-only by now
         common = host.process_environment(self.run_folder, preload_client.notebook_name(), mark)
         request["env"] = {**common, **request["env"]}
-        self._logs[number] = Path(self.run_folder, request["log"])
+        self._logs.opened(number, self.run_folder / request["log"])
         child = self._children[number] = self._host.fork(**request)
         child.pid.add_done_callback(lambda done: self._report_fork(number, child))
         child.exit.add_done_callback(lambda done: self._report_exit(number, child))
@@ -175,15 +170,9 @@ class Agent:
     def _report_exit(self, number: int, child: Child) -> None:
         if self._children.pop(number, None) is None or self._leaving.locked():
             return  # while the agent ends, the notebook reports that the host is lost, which says more
-        text = ""
-        with contextlib.suppress(OSError):
-            log = self._logs.pop(number).read_bytes()
-            begin = self._marks.pop(number, 0)
-            if begin <= len(log):  # else the log was truncated during the cell
-                log = log[begin:]
-            text = log[-LOG_BYTES:].decode(errors="replace")
+        text = "\n".join(self._logs.tail(number))
         if shutil.disk_usage(self.run_folder).free < FULL_BYTES:
-            text = "\n".join(filter(None, (text.rstrip(), f"no space is left in {self.run_folder.parent}")))
+            text = "\n".join(filter(None, (text, f"no space is left in {self.run_folder.parent}")))
         self.say(exited=number, code=child.exit.result(), log=text)
         # its children hold its connections open, and the other ranks would wait for them
         started = self._started.pop(number, [])
