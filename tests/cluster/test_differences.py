@@ -483,6 +483,28 @@ def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytes
     """)
 
 
+def test_objects_in_arrays_and_bytes_are_compared_and_copied(cells: ddip.Group) -> None:
+    run_and_record(
+        cells,
+        """
+        import numpy as np
+        words, labels = np.array([["a", None], ["b", 1.5]], object).T, np.full(3000, "no", object)
+        data = kept_data = bytearray(b"ab")
+        """,
+    )
+    with pytest.raises(ddip.CellError):
+        cells.run("""
+            if rank == 1: raise ValueError
+            words[0, 1] = "c"; labels[1500] = "yes"; data[0] = 7
+        """)
+    assert cells.sync() == ["data", "labels", "words"]
+    cells.run("""
+        found = [None] * world_size
+        dist.all_gather_object(found, repr((words, list(labels), data)))
+        assert found[0] == found[1] and words[0, 1] == "c" and data is kept_data
+    """)
+
+
 def test_a_number_without_a_text_ends_no_comparison(cells: ddip.Group) -> None:
     """Python refuses to convert an int with this many digits to text."""
     run_and_record(cells, "large, count = 10**5000, 0")

@@ -6,6 +6,7 @@ import enum
 import importlib
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_a_key_whose_text_fails_ends_no_walk() -> None:
 
     values = Walk({"d": {Key.A: 1, object(): 2}, "e": {Key.A: 1}, "s": {Key.A}}, process_wide=False).finish().values
     assert values["d[Key.A]"] == values["e[Key.A]"] == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (np.array(["a", None, 1.5], object), lambda value: value.__setitem__(1, "b")),
+        (np.full((40, 100), "a", object), lambda value: value.__setitem__((20, 50), "b")),
+        (np.zeros(2, [("name", object), ("count", int)]), lambda value: value["name"].__setitem__(1, "b")),
+        (bytearray(b"abc"), lambda value: value.__setitem__(1, 0)),
+        (bytearray(5 << 20), lambda value: value.__setitem__(-1, 1)),
+    ],
+    ids=["objects", "many objects", "fields", "bytes", "many bytes"],
+)
+def test_changed_objects_of_arrays_and_bytes_are_found(value: Any, change: Callable[[Any], object]) -> None:
+    values = [Walk({"v": value}, checksums=True, process_wide=False).finish().values["v"] for _ in range(2)]
+    assert values[0] == values[1]
+    change(value)
+    assert Walk({"v": value}, checksums=True, process_wide=False).finish().values["v"] != values[0]
 
 
 def test_a_long_list_of_arrays_is_not_copied() -> None:

@@ -248,7 +248,9 @@ def _content_of(container: Any) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    """Return the state of a random number generator or a writable array; None for any other object."""
+    """Return the state of a random number generator, a writable array or a bytearray; None for any other object."""
+    if isinstance(value, bytearray):
+        return bytes(value)
     if isinstance(value, torch.Generator):
         return value.get_state()
     if type(value) is random.Random:
@@ -263,7 +265,9 @@ def _state_of(value: Any) -> Any:
 
 
 def _set_state(value: Any, state: Any) -> None:
-    if isinstance(value, torch.Generator):
+    if isinstance(value, bytearray):
+        value[:] = state
+    elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif type(value) is random.Random:
         value.setstate(state)

@@ -33,7 +33,7 @@ import torch
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.kinds import instance_dict, mro_of, slots_of
 from ddip.rank.objects import wrappers
-from ddip.rank.objects.checksum import FREED, PART_BYTES, BytesSum, Checksum, ItemsSum
+from ddip.rank.objects.checksum import FREED, PART_BYTES, BytesSum, Checksum, ItemsSum, ObjectsSum
 from ddip.rank.runtime import libraries
 
 Path: TypeAlias = str
@@ -42,7 +42,9 @@ MAX_NODES, MAX_DEPTH = 50_000, 30
 WHOLE_ITEMS, EDGE_ITEMS = 256, 32
 """Length up to which all items of a list or dictionary are visited, and items visited at each end of a longer one."""
 MOST_MEMBERS = 1024
-"""Limit above which a set is compared by its length only."""
+"""Limit above which a set is compared by its length only, and an array of objects only together with tensors."""
+EDGE_BYTES = 1 << 20
+"""Bytes of a ``bytearray`` that are compared at each end."""
 SLICE_NODES = 32
 """Objects between two points at which a walk may pause."""
 PRIVATE_NAMES = {"In", "Out", "exit", "quit", "get_ipython", "open", "rank", "world_size", "device"}
@@ -161,7 +163,7 @@ class Walk:
         for _ in work.parts:
             yield
         if work.total is not None:
-            self.values[f"{path}#items" if isinstance(work, ItemsSum) else path] = ("sum", work.total)
+            self.values[f"{path}#items" if type(work) is ItemsSum else path] = ("sum", work.total)
 
     def _enqueue(self, path: Path, value: Any, depth: int, holder: Path, how: str, key: Any) -> None:
         if self._keep:
@@ -189,6 +191,9 @@ class Walk:
         array = kinds.array_of(value, mro)
         if array is not None:
             return self._visit_array(path, value, array)
+        if bytearray in mro:
+            self._visit_bytearray(path, value)
+            return None
         state = kinds.generator_state(value, mro)
         if state is not None:
             self.values[path] = ("generator", zlib.crc32(state))
@@ -216,16 +221,25 @@ class Walk:
             self._visit_object(path, value, depth)
         return None
 
-    def _visit_array(self, path: Path, value: Any, array: Any) -> BytesSum | None:
+    def _visit_array(self, path: Path, value: Any, array: Any) -> BytesSum | ObjectsSum | None:
         kind = type(value)
         self.values[f"{path}#type"] = kinds.type_name(kind), str(array.dtype), array.shape
-        if array.dtype.hasobject or kinds.is_of_file(array):
+        is_small = array.size <= MOST_MEMBERS if array.dtype.hasobject else array.nbytes <= PART_BYTES // 8
+        if kinds.is_of_file(array) or not (is_small or self._checksums):
             return None
-        work = BytesSum(array)
-        if array.nbytes <= PART_BYTES // 8:
-            self.values[path] = "array", str(array.dtype), array.shape, work.finish()
-            return None
-        return work if self._checksums else None
+        work = ObjectsSum(array) if array.dtype.hasobject else BytesSum(array)
+        if not is_small:
+            return work
+        total = work.finish()
+        if total is not None:
+            self.values[path] = "array", str(array.dtype), array.shape, total
+        return None
+
+    def _visit_bytearray(self, path: Path, value: bytearray) -> None:
+        """Record the length, and a checksum of the bytes; in the middle of more than 2 MiB they are not compared."""
+        edges = bytearray.__getitem__(value, slice(EDGE_BYTES)), bytearray.__getitem__(value, slice(-EDGE_BYTES, None))
+        self.values[f"{path}#type"] = kinds.type_name(type(value))
+        self.values[path] = "bytes", bytearray.__len__(value), zlib.crc32(edges[1], zlib.crc32(edges[0]))
 
     def _visit_tensor(self, path: Path, tensor: Any, depth: int) -> Checksum | None:
         work = None

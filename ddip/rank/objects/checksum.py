@@ -139,6 +139,12 @@ class ItemsSum:
         self.total: int | None = None
         self._items, self._is_ordered = items, is_ordered
 
+    def finish(self) -> int | None:
+        """Compute the checksum without a pause and return it."""
+        for _ in self.parts:
+            pass
+        return self.total
+
     @property
     def parts(self) -> Iterator[None]:
         """Compute the checksum, one step per iteration; `total` is set after the last one.
@@ -156,6 +162,13 @@ class ItemsSum:
                 total += sum([zlib.crc32(marshal.dumps(item, 2)) for item in part])
             yield
         self.total = total
+
+
+class ObjectsSum(ItemsSum):
+    """The same for the items of a NumPy array of objects."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array.reshape(-1).tolist(), is_ordered=True)
 
 
 def _are_plain(items: list[Any]) -> bool:
