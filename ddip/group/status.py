@@ -36,8 +36,8 @@ def rank_infos(ranks: Ranks, spec: GroupSpec, button: stopping.Button) -> list[R
         state, doing = "ended" if rank in ended else "no answer", figures.get("doing") or abandoned.get(rank, "")
         if figures:
             state = "busy" if figures["busy"] else "GPU lost" if rank in ranks.gpu_lost else "idle"
-        elif rank not in ended and ranks.stopped_text(rank):
-            state, doing = "stopped", ranks.stopped_text(rank)
+        elif rank not in ended and (stopped := ranks.stopped_text(rank)):
+            state, doing = "stopped", stopped
         gpu = figures.get("gpu") or {}
         infos.append(
             RankInfo(

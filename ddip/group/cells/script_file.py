@@ -30,6 +30,8 @@ def find_script(code: str) -> ScriptFile | None:
             f"{code.strip()}: type a script and its arguments, such as {MAGIC} train.py --lr 0.1, or -m and a module"
         )
     if words[0] == "-m":
+        if words[1].endswith(".py"):
+            raise BadInput(f"{MAGIC} -m {words[1]}: this is a file; type {MAGIC} {words[1]}")
         return {"folder": str(Path.cwd()), "digest": ""}
     if words[0].startswith("-"):
         raise BadInput(f"{MAGIC} {words[0]}: in a %%dip cell, type the options after %%dip, and here only the script")

@@ -105,7 +105,7 @@ def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 def _wrap_collective(method: Method) -> Method:
     """Wrap a collective: note it, copy the tensors that it writes in place, and note how it fails."""
-    kind = COLLECTIVES[method.__name__]
+    kind = COLLECTIVES.get(method.__name__, Kind())
     op = kind.op or method.__name__
     at = None if op == "barrier" else int(kind.output_first)
 
