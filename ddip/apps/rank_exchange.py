@@ -100,15 +100,18 @@ def average_tensor(tensor: Tensor) -> None:
 
 
 def broadcast_tensors(tensors: list[Tensor]) -> None:
-    """Copy rank 0's values of `tensors` to every rank, in place. A collective."""
+    """Copy rank 0's values of `tensors` to every rank, in place. A collective.
+
+    The memory formats of the ranks may differ, such as channels last.
+    """
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.device.type == _collective_device().type or "cpu:" in str(dist.get_backend_config()):
-                dist.broadcast(tensor.detach(), src=0)
-            else:
-                moved = tensor.detach().to(_collective_device())
-                dist.broadcast(moved, src=0)
-                tensor.detach().copy_(moved)
+            is_near = tensor.device.type == _collective_device().type or "cpu:" in str(dist.get_backend_config())
+            sent = tensor.detach() if is_near else tensor.detach().to(_collective_device())
+            sent = sent.contiguous()  # the backends send memory as it is, whatever the strides
+            dist.broadcast(sent, src=0)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(sent)
 
 
 def fingerprint_value(value: Any) -> int:

@@ -96,7 +96,7 @@ def ensure_room(ranks: int, running: int = 0) -> None:
 
 def control_groups(root: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
     """Return the folders of this process's control group and of those around it; none for version 1."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, IndexError):  # the file may be empty
         _, _, path = membership.read_text(errors="replace").splitlines()[-1].partition("::")  # "0::/a/b"
         folder = root / path.lstrip("/")
         return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]

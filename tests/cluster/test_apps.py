@@ -173,3 +173,15 @@ def end_cell(error):
             group.run("raise ValueError('mine')")
         assert app_calls(group) == [["prepare", "rejoined"]] * 2
         assert app_calls(group) == [["prepare", "rejoined"]] * 2  # once
+
+
+def test_states_of_ranks_with_other_memory_formats_become_equal(group: ddip.Group) -> None:
+    group.run("""
+        import torch
+        from ddip.apps import rank_exchange
+        formats = [torch.channels_last, torch.contiguous_format]
+        first = torch.arange(24.0).view(2, 3, 2, 2)
+        state = (first * (1 - rank)).contiguous(memory_format=formats[rank])
+        rank_exchange.broadcast_tensors([state])
+        assert torch.equal(state, first) and state.is_contiguous(memory_format=formats[rank])
+    """)

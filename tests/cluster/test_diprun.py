@@ -404,6 +404,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("%diprun", r"^%diprun: type a script and its arguments, such as %diprun train.py --lr 0.1, "),
         ("%diprun trian.py", r"^%diprun trian.py: /.*/trian.py cannot be read \(No such .*; type the path of"),
+        ("%diprun -m train.py", r"^%diprun -m train.py: this is a file; type %diprun train.py$"),
         ("%diprun package", r"^%diprun package: .* cannot be read \(Is a directory\)"),
         ("%diprun book.ipynb", r"^%diprun book.ipynb: this is a notebook; run its cells with %autodip on, or export"),
         ("%diprun -m", r"^%diprun -m: type a script .*, or -m and a module$"),

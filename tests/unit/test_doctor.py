@@ -228,7 +228,9 @@ def test_the_tightest_limit_of_all_groups_around_the_process_counts(tmp_path: Pa
     write_files(root / "outer", memory__max=1000, memory__current=700, memory__stat="anon 1\ninactive_file 200")
     assert limits.control_group("memory", root, membership) == (1000, 500)
     assert limits.control_group("pids", root, membership) == (300, 7)
+    (tmp_path / "empty").touch()
     assert limits.control_group("memory", root, tmp_path / "missing") == (0, 0)
+    assert limits.control_group("memory", root, tmp_path / "empty") == (0, 0)
 
 
 def test_a_container_reads_its_limits_from_the_root_control_group(tmp_path: Path) -> None:
