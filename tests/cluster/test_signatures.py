@@ -12,9 +12,11 @@ SET_UP = """
 import time, torch, torch.distributed as dist
 ones = torch.ones(4)
 kind = torch.float32, torch.int32
+formats = torch.contiguous_format, torch.channels_last
 """
 WRONG = {
     "dtypes": "dist.all_reduce(ones if rank == 0 else ones.int())",
+    "memory formats": "dist.all_reduce(ones.view(1, 2, 1, 2).contiguous(memory_format=formats[rank]))",
     "reductions": "dist.all_reduce(ones, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank])",
     "gathered dtypes": "dist.all_gather([ones.to(kind[rank]) for _ in kind], ones.to(kind[rank]))",
     "in an earlier collective": "dist.all_reduce(ones if rank == 0 else ones.int())\nfor _ in 'ab': dist.barrier()",
@@ -43,6 +45,8 @@ dist.broadcast_object_list(found if rank == 0 else [None] * world_size, 0)
 dist.scatter_object_list([None], ["a", "bc"] if rank == 0 else None)
 dist.all_reduce(torch.ones(2, 3) if rank == 0 else torch.ones(3, 2))
 dist.all_reduce(torch.ones(2, dtype=torch.complex64))
+dist.all_reduce(torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+dist.all_reduce(torch.ones(2, 3, 1, 1).contiguous(memory_format=formats[rank]))
 dist.barrier()
 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))(torch.ones(1 + rank, 2)).sum().backward()
 """
@@ -57,7 +61,7 @@ def ranks(cells: ddip.Group) -> ddip.Group:
     return cells
 
 
-@pytest.mark.parametrize("name", few(WRONG, "dtypes"))
+@pytest.mark.parametrize("name", few(WRONG, "dtypes", "memory formats"))
 def test_wrong_results_of_different_collectives_are_reported(
     ranks: ddip.Group, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Find collectives of ranks that met although their operation, size, dtype, reduction or root differs.
+"""Find collectives of ranks that met although their operation, size, dtype, strides, reduction or root differs.
 
 The n-th collective of one rank in a group meets the n-th of the others. torch does not compare them: with gloo, an
 ``all_reduce`` of int32 meets one of float32 and returns wrong numbers, and one of a longer tensor waits indefinitely.

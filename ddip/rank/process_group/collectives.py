@@ -73,11 +73,12 @@ def _note_collective(
     tally = tally_of(group)
     begun = tally.begun()
     tally.enter(is_collective=True)
-    types = [] if inputs is None else _input_types(inputs)
-    agreed = types if sizes_agree else types[: op != "scatter"]  # only the root of a scatter has inputs
-    sizes = tuple((shape.numel() if sizes_agree else None, dtype) for shape, dtype in agreed)
-    signature = tally.sign((op, sizes, _agreed_options(options)), begun)
+    tensors = [] if inputs is None else _input_tensors(inputs)
+    agreed = tensors if sizes_agree else tensors[: op != "scatter"]  # only the root of a scatter has inputs
+    kinds = tuple([_kind_of(tensor, sizes_agree) for tensor in agreed])
+    signature = tally.sign((op, kinds, _agreed_options(options)), begun)
     tally.lines.append((begun, code, line, signature))
+    types = [(tensor.shape, tensor.dtype) for tensor in tensors]
     tally.last = max(begun, default=0) + 1, op, types, time.time_ns()
     tally.work = tallies.no_work
     gpu.note_begun(code, line)
@@ -91,16 +92,27 @@ def _agreed_options(options: Any) -> tuple[Any, ...]:
     return (*reduction, options.rootRank) if kind in ROOTED else reduction
 
 
-def _input_types(inputs: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of a collective's `inputs`: a tensor, a list of them, or a list of lists.
+def _input_tensors(inputs: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors of a collective's `inputs`: a tensor, a list of them, or a list of lists.
 
     Only the first one of several lists counts.
     """
     if not isinstance(inputs, (list, tuple)):
-        return [(inputs.shape, inputs.dtype)]
-    if inputs and isinstance(inputs[0], (list, tuple)):
-        inputs = inputs[0]
-    return [(tensor.shape, tensor.dtype) for tensor in inputs]
+        return [inputs]
+    return inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
+
+
+def _kind_of(tensor: torch.Tensor, sizes_agree: bool) -> tuple[int | None, torch.dtype, tuple[int, ...]]:
+    """Return the facts about an input on which ranks must agree, as in `tallies.Signature`.
+
+    The strides are () if the tensor is contiguous: backends send memory as it is, whatever the strides.
+    """
+    if not sizes_agree:
+        return None, tensor.dtype, ()
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor.numel(), tensor.dtype, ()
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.numel(), tensor.dtype, tuple(strides)
 
 
 def _wrap_collective(method: Method) -> Method:
@@ -383,10 +395,12 @@ def _tally_at(key: str) -> Tally | None:
 
 
 def _signature_text(
-    op: str, sizes: Sequence[tuple[int | None, torch.dtype]], options: Sequence[Any], ranks: Sequence[int]
+    op: str, inputs: Sequence[tuple[int | None, torch.dtype, Any]], options: Sequence[Any], ranks: Sequence[int]
 ) -> str:
     """Describe a signature in a group of `ranks`, such as ``broadcast (4 float32, root 0)``."""
-    types = [(count, str(dtype).removeprefix("torch.")) for count, dtype in sizes]
-    details = [dtype if count is None else f"{count} {dtype}" for count, dtype in types]
+    details = []
+    for count, dtype, strides in inputs:
+        text = str(dtype).removeprefix("torch.")
+        details.append(text if count is None else f"{count} {text}{f' with strides {strides}' if strides else ''}")
     details += [f"root {ranks[each]}" if isinstance(each, int) else each.name for each in options]
     return f"{op} ({', '.join(details)})" if details else op

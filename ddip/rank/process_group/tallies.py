@@ -34,9 +34,9 @@ _RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.ru
 """Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
 _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 
-Signature: TypeAlias = tuple[str, tuple[tuple[int | None, Any], ...], tuple[Any, ...]]
-"""What must be equal on all ranks of a group for their n-th collectives to match: the operation, the number of elements
-(None if it may differ) and the dtype of each tensor, and the reduction and the root's rank in the group, if any."""
+Signature: TypeAlias = tuple[str, tuple[tuple[int | None, Any, tuple[int, ...]], ...], tuple[Any, ...]]
+"""What must be equal on all ranks of a group for their n-th collectives to match: the operation, number of elements
+(None if it may differ), dtype and strides of each tensor, and reduction and root's rank in the group, if any."""
 _signatures: dict[Signature, tuple[int, Signature]] = {}
 """Checksums of signatures, with the signatures themselves, of which equal ones share one object."""
 _tallies: dict[int, Tally] = {}
