@@ -127,7 +127,7 @@ def _is_outside_sample(item: pytest.Item) -> bool:
     if folder in NOT_SAMPLED or not grids:
         return False
     is_example = all(grid.kwargs.get("in_ci") for grid in grids) or item.path.stem in ("test_pages", "test_notebooks")
-    return zlib.crc32(item.name.encode()) % (4 if is_example else 8) != 0
+    return zlib.crc32(item.name.encode()) % (6 if is_example else 12) != 0
 
 
 def _shared_resource(item: pytest.Item) -> str:
