@@ -276,6 +276,17 @@ def test_a_wrapper_that_cannot_continue_must_be_recreated(
     cells.run("step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)\nassert same(wrapper)")
 
 
+def test_a_wrapper_with_another_memory_format_on_one_rank_does_not_continue(cells: ddip.Group) -> None:
+    """DDP's reducer would add gradients in the order of their memory."""
+    cells.run("""
+        wrapper = DDP(torch.nn.Conv2d(2, 2, 2))
+        if rank == 1: wrapper.to(memory_format=torch.channels_last)
+    """)
+    fail_on_one_rank(cells)
+    with pytest.raises(ddip.CellError, match=REFUSES):
+        cells.run("wrapper(torch.ones(1, 2, 2, 2))")
+
+
 @pytest.mark.grid
 def test_a_new_rank_has_no_wrappers_but_smaller_groups_continue(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]

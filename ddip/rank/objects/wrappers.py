@@ -258,10 +258,16 @@ def _structure_hash(wrapper: torch.nn.Module) -> str:
             [getattr(wrapper, name, None) for name in SETTINGS],
             sorted(reducers.trained_by(wrapper)),
         ]
-        + [(name, tuple(part.shape), part.dtype, part.device.type) for name, part in parts]
+        + [(name, tuple(part.shape), part.dtype, part.device.type, _layout_of(part)) for name, part in parts]
         + [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", [])]
     )
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _layout_of(tensor: torch.Tensor) -> Any:
+    """Return in which order DDP adds gradients of `tensor`: its layout, or its strides unless it is contiguous."""
+    is_plain = tensor.layout is not torch.strided or tensor.is_contiguous()
+    return tensor.layout if is_plain else tensor.stride()
 
 
 def _revive_wrapper(wrapper: Any, buckets: reducers.Buckets) -> None:
