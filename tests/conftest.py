@@ -121,7 +121,7 @@ def _is_outside_sample(item: pytest.Item) -> bool:
     indices = item.callspec.indices if hasattr(item, "callspec") else {}
     if folder == "hosts":
         return any(indices.values())
-    if name == "table":
+    if (folder, name) == ("frameworks", "table"):
         return indices["script"] % 2 == 0
     grids = list(item.iter_markers("grid"))  # one of the test, and one of its parameter
     if folder in NOT_SAMPLED or not grids:

@@ -37,18 +37,18 @@ def wrap_function(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     A call with some arguments becomes ``around(original, *arguments)``, with the original function.
     """
-    set_attribute(owner, name, wrap(getattr(owner, name), around))
+    set_attribute(owner, name, wrap_call(getattr(owner, name), around))
 
 
-def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_call(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the name of `original` that calls ``around(original, *arguments)``."""
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def call_around(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves out this frame
         return around(original, *args, **kwargs)
 
-    return wrapped
+    return call_around
 
 
 def replace_imports(name: str, original: Any, value: Any) -> None:

@@ -110,7 +110,7 @@ class Keeper:
         self._seen_until = time.monotonic()
 
     def try_call(self, call: str, seconds: float) -> dict[str, Any] | None:
-        """Return the result of ``Group.try_call``, such as the completions of a rank; `call` is pickled, in base64."""
+        """Return the result of ``Group.try_call`` for a call that is pickled and in base64."""
         group = session.current_group()
         with contextlib.suppress(GroupError):
             return None if group is None else group.try_call(pickle.loads(base64.b64decode(call)), seconds)

@@ -176,12 +176,20 @@ def end_cell(error):
 
 
 def test_states_of_ranks_with_other_memory_formats_become_equal(group: ddip.Group) -> None:
+    """Names of entries may contain dots."""
     group.run("""
         import torch
-        from ddip.apps import rank_exchange
+        from ddip.apps.hf import living
         formats = [torch.channels_last, torch.contiguous_format]
         first = torch.arange(24.0).view(2, 3, 2, 2)
-        state = (first * (1 - rank)).contiguous(memory_format=formats[rank])
-        rank_exchange.broadcast_tensors([state])
-        assert torch.equal(state, first) and state.is_contiguous(memory_format=formats[rank])
+        class Stateful:
+            mine = (first * (1 - rank)).contiguous(memory_format=formats[rank])
+            def state_dict(self): return {"a": {"b": self.mine, "c": 1 - rank}, "a.b": self.mine + 1, "d": lambda: rank}
+            def load_state_dict(self, state): self.state = state
+        stateful = Stateful()
+        living._share_state(stateful, living._take_apart(stateful.state_dict()))
+        if rank == 1:
+            state = stateful.state
+            assert torch.equal(state["a"]["b"], first) and torch.equal(state["a.b"], first + 1)
+            assert state["a"]["c"] == 1 and state["d"]() == 1
     """)

@@ -122,6 +122,15 @@ def test_changed_objects_of_arrays_and_bytes_are_found(value: Any, change: Calla
     assert Walk({"v": value}, checksums=True, process_wide=False).finish().values["v"] != values[0]
 
 
+def test_attributes_of_a_bytearray_are_compared() -> None:
+    class Buffer(bytearray):
+        position = 0
+
+    buffer = Buffer(b"abc")
+    buffer.position = 2
+    assert Walk({"v": buffer}, process_wide=False).finish().values["v.position"] == 2
+
+
 def test_a_long_list_of_arrays_is_not_copied() -> None:
     variables = {"data": [np.zeros(1 << 16) for _ in range(walks.WHOLE_ITEMS + 1)]}
     tracemalloc.start()

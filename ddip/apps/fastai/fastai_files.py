@@ -107,7 +107,7 @@ def _tokenize_once(tokenize: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 def apply_patches() -> None:
     """Patch fastai and fastcore to download once per host, and to write once."""
     home = sys.modules[xtras.save_config_file.__module__]  # fastcore 1 defines and uses it in fastcore.foundation
-    patches.set_attribute(home, "save_config_file", patches.wrap(xtras.save_config_file, _save_atomically))
+    patches.set_attribute(home, "save_config_file", patches.wrap_call(xtras.save_config_file, _save_atomically))
     patches.wrap_function(FastDownload, "get", _get_once)
     patches.wrap_function(torch.hub, "download_url_to_file", _download_once)
     patches.wrap_function(core, "_tokenize_files", _tokenize_once)
@@ -115,7 +115,7 @@ def apply_patches() -> None:
     vision = sys.modules.get("fastai.vision.utils")
     for name in ("download_images", "resize_images") if vision is not None else ():
         function = getattr(vision, name)
-        patches.replace_imports(name, function, patches.wrap(function, _run_once_per_host))
+        patches.replace_imports(name, function, patches.wrap_call(function, _run_once_per_host))
     patches.wrap_function(Learner, "save", _write_on_first_rank)
     patches.wrap_function(Learner, "export", _export_without_records)
     patches.set_attribute(Recorder, "__getstate__", _state_with_records)

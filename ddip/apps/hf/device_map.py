@@ -24,7 +24,7 @@ def apply_patches() -> None:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         model = modeling.PreTrainedModel
-        load = patches.wrap(model.__dict__["from_pretrained"].__func__, _load_checked)
+        load = patches.wrap_call(model.__dict__["from_pretrained"].__func__, _load_checked)
         patches.set_attribute(model, "from_pretrained", classmethod(load))
 
 

@@ -32,11 +32,11 @@ def apply_patches() -> None:
     for path, name in DOWNLOADS.items():
         if path in sys.modules:
             download = getattr(sys.modules[path], name)
-            patches.replace_imports(name, download, patches.wrap(download, _download_once))
+            patches.replace_imports(name, download, patches.wrap_call(download, _download_once))
     datasets = sys.modules.get("datasets")
     if datasets is not None:
         load = datasets.load_dataset
-        patches.replace_imports("load_dataset", load, patches.wrap(load, _load_once))
+        patches.replace_imports("load_dataset", load, patches.wrap_call(load, _load_once))
         patches.wrap_function(datasets.Dataset, "map", functools.partial(_map_once, datasets.is_caching_enabled))
 
 

@@ -17,7 +17,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
 from ddip.sharded import contents
 
+State: TypeAlias = dict[str, tuple[dict[str, Tensor], bytes]]
+"""Tensors, and the rest pickled, of each entry of the state of an optimizer or scheduler."""
 _numbers = itertools.count()
 _stateful_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Optimizers and schedulers that accelerate has wrapped, with numbers in the order of their creation."""
@@ -106,26 +108,41 @@ def share_states() -> None:
         {number: _describe_stateful(stateful) for number, stateful in by_number.items()}
     )
     common = [by_number[numbers[rank_exchange.rank()]] for numbers in match_fingerprints(descriptions)]
-    apart = [_take_apart(stateful.state_dict()) for stateful in common]
-    fingerprints = rank_exchange.gather_objects(
-        [rank_exchange.fingerprint_value((rest, tensor_checksums([*tensors.values()]))) for tensors, rest in apart]
-    )
-    for number, (stateful, (tensors, rest)) in enumerate(zip(common, apart, strict=True)):
+    states = [_take_apart(stateful.state_dict()) for stateful in common]
+    fingerprints = rank_exchange.gather_objects([_fingerprint_state(state) for state in states])
+    for number, (stateful, state) in enumerate(zip(common, states, strict=True)):
         if len({of_rank[number] for of_rank in fingerprints}) > 1:
-            _share_state(stateful, tensors, rest)
+            _share_state(stateful, state)
 
 
-def _share_state(stateful: Any, tensors: dict[str, Tensor], rest: dict[str, bytes]) -> None:
-    """Copy rank 0's state, as `_take_apart` has divided it, to all ranks. A collective."""
-    forms = {name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors.items()}
-    forms, rest = rank_exchange.broadcast_object((forms, rest))
+def _fingerprint_state(state: State) -> int:
+    parts = [(name, rest, tensor_checksums([*tensors.values()])) for name, (tensors, rest) in state.items()]
+    return rank_exchange.fingerprint_value(parts)
+
+
+def _share_state(stateful: Any, state: State) -> None:
+    """Copy rank 0's `state` to the optimizer or scheduler of all ranks. A collective."""
+    forms = {
+        name: ({key: (t.shape, t.dtype, t.device.type) for key, t in tensors.items()}, rest)
+        for name, (tensors, rest) in state.items()
+    }
+    forms = rank_exchange.broadcast_object(forms)
     is_source = rank_exchange.rank() == 0
-    for name, (shape, dtype, kind) in () if is_source else forms.items():
-        tensors[name] = torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind)
-    rank_exchange.broadcast_tensors([tensors[name] for name in forms])
     if not is_source:
-        state = {name: contents.put_together(pickle.loads(part)[name], tensors) for name, part in rest.items()}
-        stateful.load_state_dict({**stateful.state_dict(), **state})
+        state = {
+            name: ({key: _allocate_tensor(*form) for key, form in entry.items()}, rest)
+            for name, (entry, rest) in forms.items()
+        }
+    rank_exchange.broadcast_tensors([tensor for tensors, _ in state.values() for tensor in tensors.values()])
+    if not is_source:
+        received = {
+            name: contents.put_together(pickle.loads(rest)[name], found) for name, (found, rest) in state.items()
+        }
+        stateful.load_state_dict({**stateful.state_dict(), **received})
+
+
+def _allocate_tensor(shape: torch.Size, dtype: torch.dtype, kind: str) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=gpu.device if kind == gpu.device.type else kind)
 
 
 def _describe_stateful(stateful: Any) -> str:
@@ -137,15 +154,13 @@ def _describe_stateful(stateful: Any) -> str:
     return repr((type(stateful).__name__, type(inner).__qualname__, shapes))
 
 
-def _take_apart(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
-    """Return the tensors of `state` by name, and the rest of each entry, pickled.
+def _take_apart(state: dict[str, Any]) -> State:
+    """Return the tensors of each entry of `state`, and the rest of the entry, pickled.
 
     Entries that cannot be pickled, such as a scheduler's lambda, are left out: each rank keeps its own.
     """
-    tensors: dict[str, Tensor] = {}
-    rest = {}
+    apart = {}
     for name, value in state.items():
-        with contextlib.suppress(ValueError):
-            found, rest[name] = contents.take_apart({name: value})
-            tensors |= found
-    return tensors, rest
+        with contextlib.suppress(Exception):
+            apart[name] = contents.take_apart({name: value})
+    return apart

@@ -130,7 +130,7 @@ def _binding_of(spec: GroupSpec, rank: int) -> DeviceBinding:
 
 
 def threads_per_rank(cores: int, ranks: int) -> int | None:
-    """Return the number of CPU threads for each of `ranks` on a host with `cores` cores; None: the user sets it."""
+    """Return the number of CPU threads per rank on a host with `cores` cores; None if the user sets it."""
     return None if "OMP_NUM_THREADS" in os.environ else max(1, cores // max(1, ranks))
 
 

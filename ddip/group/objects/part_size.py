@@ -35,7 +35,7 @@ class PartSize:
             self.size = min(MOST, GROWTH * self.size, max(LEAST, int(speed * PART_SECONDS)))
 
     def split(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each part of an object of `size` bytes; the caller transfers it before the next."""
+        """Yield begin and end of each part of an object of `size` bytes, and time its transfer by the caller."""
         begin = 0
         while begin < size:
             end = min(size, begin + self.size)

@@ -266,7 +266,7 @@ def _state_of(value: Any) -> Any:
 
 def _set_state(value: Any, state: Any) -> None:
     if isinstance(value, bytearray):
-        value[:] = state
+        bytearray.__setitem__(value, slice(None), state)
     elif isinstance(value, torch.Generator):
         value.set_state(state)
     elif type(value) is random.Random:

@@ -192,7 +192,7 @@ class Walk:
         if array is not None:
             return self._visit_array(path, value, array)
         if bytearray in mro:
-            self._visit_bytearray(path, value)
+            self._visit_bytearray(path, value, depth)
             return None
         state = kinds.generator_state(value, mro)
         if state is not None:
@@ -235,11 +235,13 @@ class Walk:
             self.values[path] = "array", str(array.dtype), array.shape, total
         return None
 
-    def _visit_bytearray(self, path: Path, value: bytearray) -> None:
-        """Record the length, and a checksum of the bytes; in the middle of more than 2 MiB they are not compared."""
+    def _visit_bytearray(self, path: Path, value: bytearray, depth: int) -> None:
+        """Record the length, and a checksum of the first and last `EDGE_BYTES`."""
         edges = bytearray.__getitem__(value, slice(EDGE_BYTES)), bytearray.__getitem__(value, slice(-EDGE_BYTES, None))
         self.values[f"{path}#type"] = kinds.type_name(type(value))
         self.values[path] = "bytes", bytearray.__len__(value), zlib.crc32(edges[1], zlib.crc32(edges[0]))
+        if type(value) is not bytearray:
+            self._visit_attributes(path, value, depth)
 
     def _visit_tensor(self, path: Path, tensor: Any, depth: int) -> Checksum | None:
         work = None

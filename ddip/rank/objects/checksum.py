@@ -165,7 +165,7 @@ class ItemsSum:
 
 
 class ObjectsSum(ItemsSum):
-    """The same for the items of a NumPy array of objects."""
+    """A checksum of the items of a NumPy array of objects, computed as for a list."""
 
     def __init__(self, array: Any) -> None:
         super().__init__(array.reshape(-1).tolist(), is_ordered=True)

@@ -265,7 +265,7 @@ def _structure_hash(wrapper: torch.nn.Module) -> str:
 
 
 def _layout_of(tensor: torch.Tensor) -> Any:
-    """Return in which order DDP adds gradients of `tensor`: its layout, or its strides unless it is contiguous."""
+    """Return the layout of a contiguous tensor, else its strides: DDP adds gradients in memory order."""
     is_plain = tensor.layout is not torch.strided or tensor.is_contiguous()
     return tensor.layout if is_plain else tensor.stride()
 
