@@ -237,6 +237,10 @@ def find_problem(node: ast.AST) -> str:
                 name in ENDS
             ):
                 return f"{name}() ends a script"
+            case ast.Import(names=[ast.alias("ddip", None)]):
+                pass  # `translation` replaces it
+            case ast.Attribute(value=ast.Name("ddip"), attr=name) if name != "save_point":
+                return REFUSED_IMPORTS["ddip"]
             case ast.Import(names=aliases):
                 for root in (alias.name.partition(".")[0] for alias in aliases):
                     if root in REFUSED_IMPORTS:

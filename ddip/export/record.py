@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Session:
     """Reasons why no script can repeat the session."""
     doubts: tuple[str, ...] = ()
     """Reasons why a script may give other numbers."""
+    exports: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Names that ``from module import *`` binds, by module, as `names.exported_names` returns them."""
 
     @property
     def size(self) -> int:

@@ -54,9 +54,9 @@ def start_rank() -> None:
     import sys
 
     sys.path.insert(0, "")  # modules in the working directory, as in a notebook
-    {use_device}{for_app}torch.set_num_threads({threads})
+    {use_device}{for_hf}torch.set_num_threads({threads})
     torch.distributed.init_process_group("{backend}")
-    random.seed(SEEDS[rank])
+{use_app}    random.seed(SEEDS[rank])
     torch.manual_seed(SEEDS[rank])
     with contextlib.suppress(ImportError):
         import numpy
@@ -64,6 +64,9 @@ def start_rank() -> None:
         numpy.random.seed(SEEDS[rank])
     os.environ.setdefault("MPLBACKEND", "agg")  # plots need no screen
 '''
+HF_PATCHED = ("device_map", "notebook_launcher")
+"""What ``-a hf`` changes besides the use of the CPU, apart from output and faults."""
+USE_APP = '    use_app("{app}", device)  # as in the session: %makedip -a {app}\n'
 FOR_HF = 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else accelerate uses one process, for lack of GPUs'
 """The line that replaces ``-a hf`` on CPUs; on GPUs the libraries need none."""
 AGAIN = """\
@@ -142,6 +145,14 @@ def run_script(path: str, *arguments: str) -> None:
         torch.distributed.destroy_process_group, sys.argv, sys.modules["__main__"] = destroy, argv, former
     globals().update({name: value for name, value in found.items() if name.strip("_") and name[:2] != "__"})
 '''
+DISPLAY = '''\
+def display(*values: object, **options: object) -> object:
+    """Print values, as the notebook showed them; ``update`` of the result prints other ones."""
+    import types
+
+    print(*values)
+    return types.SimpleNamespace(display=display, update=display)
+'''
 OPTIONS = '''\
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line; their defaults are the values of the session."""
@@ -178,13 +189,15 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     text = "\n".join(step.statement.text for step in plan.steps)
     main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
     options: dict[str, object] = {}
-    body = _main_text(plan, layout, session, choice, options)
+    app = _needed_app(session, text)
+    body = _main_text(plan, layout, session, choice, options, begins_cells=bool(app))
     facts = {
         "size": session.size,
         "backend": session.backend,
         "threads": session.threads,
         "seeds": session.seeds,
-        "for_app": f"{FOR_HF}\n    " if session.app == "hf" and session.device == "cpu" else "",
+        "for_hf": f"{FOR_HF}\n    " if session.app == "hf" and session.device == "cpu" and not app else "",
+        "use_app": USE_APP.format(app=app) if app else "",
         "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
     }
     joins_again = "init_process_group" in text or "run_script" in text
@@ -198,7 +211,9 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
         helpers.append(OPTIONS.format(lines=lines))
     imports = [f"import {module}" for module in OURS if module != "subprocess" or "subprocess.run(" in text]
     imports += ["import argparse"] if options else []
-    imports += ["from IPython.display import display"] if "display" in names else []
+    assigned = {name for step in plan.steps for name in step.statement.names.binds}
+    helpers += [DISPLAY] if "display" in names - assigned else []
+    imports += ["from ddip.apps.script_app import begin_cell, use_app"] if app else []
     shown = "" if last_line else _shown_text(plan)
     helpers += [SHOW.format(lines=shown)] if shown else []
     bound = {name for step in plan.steps if id(step) not in layout.hoisted for name in step.statement.names.binds}
@@ -216,6 +231,13 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     ]
     parts = ["\n".join(module), *layout.definitions, *helpers, opening + body, ending]
     return "\n\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def _needed_app(session: Session, text: str) -> str | None:
+    """Return the app that the script imports; None if it needs none, or one line replaces it."""
+    if session.app != "hf" or any(word in text for word in HF_PATCHED):
+        return session.app
+    return None
 
 
 def _rank_text(session: Session) -> str:
@@ -338,8 +360,19 @@ def _import_lines(node: ast.Import | ast.ImportFrom) -> list[str]:
 # -- main
 
 
-def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, options: dict[str, object]) -> str:
-    """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`."""
+def _main_text(
+    plan: Plan,
+    layout: _Layout,
+    session: Session,
+    choice: Choice,
+    options: dict[str, object],
+    *,
+    begins_cells: bool,
+) -> str:
+    """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`.
+
+    `begins_cells`: notify the session's app of each cell.
+    """
     has_options = {event.number for event in session.events if getattr(event, "is_param", False)}
     is_assigned = any("rank" in step.statement.names.binds | step.statement.names.sets for step in plan.steps)
     own_rank = "torch.distributed.get_rank()" if is_assigned else "rank"
@@ -366,9 +399,12 @@ def _main_text(plan: Plan, layout: _Layout, session: Session, choice: Choice, op
         ranks = first.ranks
         where = f" on {ranks_text(ranks)}" if ranks is not None else ""
         lines += [""] if former == first.number else ["", f"# cell {first.number}{where}"]
+        begins = begins_cells and former != first.number
         former = first.number
         texts = [_step_text(step, step is steps[-1], options if step.number in has_options else None) for step in steps]
         body = "\n".join(texts).strip("\n")
+        if begins:
+            body = f"begin_cell({first.number}{f', {ranks}' if ranks else ''})\n" + body
         if ranks is not None:
             body += "" if any(step.statement.node for step in steps) else "\npass"
             body = f"if {own_rank} {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)

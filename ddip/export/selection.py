@@ -33,7 +33,7 @@ WITHOUT = "run the notebook again without it, or choose cells with --cells"
 DATA = "its value cannot be written as Python code; --data stores it in a file beside the script"
 RESERVED = (
     *("SEEDS", "start_rank", "end_rank", "run_cells", "from_ranks", "run_script", "pushed_values", "parse_options"),
-    *("session_options", "show_results", "copied", "pulled"),
+    *("session_options", "show_results", "copied", "pulled", "begin_cell", "use_app"),
 )
 """Names that the script uses itself."""
 
@@ -110,17 +110,17 @@ def plan_script(session: Session, choice: Choice) -> Plan:
         plan.refuse(0, reason, is_doubt=choice.numbers is not None)
     for reason in session.doubts:
         plan.refuse(0, reason, is_doubt=True)
-    if session.app is not None:
-        plan.refuse(0, f"-a {session.app} changes its framework on ranks, which a script does not", is_doubt=True)
     failed: list[tuple[Execution, list[Statement]]] = []
     local = _LocalCode()
-    for event in _chosen_events(session, choice):
+    events = _chosen_events(session, choice)
+    translated = _translate_cells(events, session)
+    for event in events:
         if isinstance(event, Push):
             _add_push(plan, event, session, choice)
         elif event.ranks is None:
             plan.parts += local.read_cell(event)
         else:
-            statements = translation.translate_cell(event.code)
+            statements = translated[id(event)]
             if event.failure:
                 failed.append((event, statements))
             _add_cell(plan, event, statements, session)
@@ -148,6 +148,18 @@ def _chosen_events(session: Session, choice: Choice) -> list[Execution | Push]:
             if isinstance(event, Push) or event.ranks is None or last.get(event.cell or event.code, event) is event
         ]
     return events
+
+
+def _translate_cells(events: Sequence[Execution | Push], session: Session) -> dict[int, list[Statement]]:
+    """Return the statements of each execution on ranks, by its identity; ``import *`` imports the names in use."""
+    cells = [event for event in events if isinstance(event, Execution) and event.ranks is not None]
+    translated = {id(cell): translation.translate_cell(cell.code) for cell in cells}
+    used = {name for found in translated.values() for statement in found for name in statement.names.everything}
+    for found in translated.values():
+        for at, star in reversed([*enumerate(found)]):
+            if star.star in session.exports:
+                found[at : at + 1] = translation.import_used(star, session.exports[star.star], used)
+    return translated
 
 
 def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], session: Session) -> None:

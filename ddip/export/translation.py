@@ -6,8 +6,8 @@ import ast
 import re
 import shlex
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -17,6 +17,8 @@ from ddip.export.code_names import Names
 DROPPED = ("matplotlib", "config", "pinfo", "pinfo2", "who", "whos", "pwd", "history", "lsmagic", "pip", "conda")
 """Magics without effect on the numbers of a script."""
 OF_NOTEBOOK = (*DROPPED, "makedip", "autodip", "load_ext", "reload_ext", "dipcells", "dipwait", "dipush")
+SAVE_POINT = "ddip = type('ddip', (), {'save_point': lambda: False})  # a script takes no saves"
+"""Replacement for ``import ddip`` in cells that only call ``ddip.save_point()``."""
 TIMED = re.compile(r"(?:\s*(?:#.*)?\n)*[ \t]*%%time[ \t]*\n")
 SCRIPT = re.compile(r"\s*%diprun[ \t]+([^\n]*)\s*")
 
@@ -37,6 +39,8 @@ class Statement:
     """The arguments of its ``%dipull``, in a cell of the notebook."""
     script: tuple[str, ...] = ()
     """Path and arguments of the script that ``%diprun`` ran."""
+    star: str = ""
+    """The module of ``from module import *``; it has a `problem` until `import_used` replaces it."""
 
 
 class Untranslatable(Exception):
@@ -131,6 +135,8 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
                 text = ast.unparse(tree)
     except (Untranslatable, SyntaxError) as error:
         return _refuse_code(text, str(error), Names(frozenset(code_names.stored_names(tree))))
+    if ast.unparse(tree) == "import ddip":
+        text = SAVE_POINT
     node = ast.parse(text).body[0]
     problem = code_names.find_problem(node)
     if not problem:
@@ -140,8 +146,30 @@ def _translate_statement(text: str, in_notebook: bool) -> Statement:
         except SyntaxError as error:
             problem = str(error.msg)  # such as an await at the top level
     if problem:
-        return _refuse_code(text, f"{first_line(text)}: {problem}", Names(frozenset(code_names.stored_names(tree))))
+        refused = _refuse_code(text, f"{first_line(text)}: {problem}", Names(frozenset(code_names.stored_names(tree))))
+        match node:
+            case ast.ImportFrom(module=str(module), names=[ast.alias(name="*")], level=0):
+                return replace(refused, star=module)
+        return refused
+    return _plain_statement(text)
+
+
+def _plain_statement(text: str) -> Statement:
+    node = ast.parse(text).body[0]
     return Statement(text, node, code_names.names_of(text), doubt=code_names.find_doubt(node))
+
+
+def import_used(star: Statement, exports: Mapping[str, str], used: Set[str]) -> list[Statement]:
+    """Return imports of those names that ``from module import *`` has bound and that the cells use.
+
+    `exports`: the names that the module exports, each with the path of the module that it is, or an empty string;
+    `used`: all names in the cells.
+    """
+    names = [name for name in sorted(exports.keys() & used) if not exports[name]]
+    modules = {name: exports[name] for name in sorted(exports.keys() & used) if exports[name]}
+    lines = [f"import {path}" if path == name else f"import {path} as {name}" for name, path in modules.items()]
+    lines += [f"from {star.star} import {', '.join(names)}" if names else f"import {star.star}"]
+    return [_plain_statement(line) for line in lines]
 
 
 def _replace_node(tree: ast.AST, former: ast.AST, node: ast.AST) -> None:

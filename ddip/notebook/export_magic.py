@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 DATA_SUFFIX = ".data.pickle"
 """End of the name of the file with pushed values."""
+STAR = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+\*", re.MULTILINE)
+"""An import of all names of a module."""
 
 
 @magics_class
@@ -136,13 +139,16 @@ class ExportMagics(GroupMagics):
 
     def _read_session(self, group: Group) -> Session:
         """Return the session since all ranks started."""
-        from ddip.export.record import Session
+        from ddip.export.record import Execution, Session
         from ddip.protocol import on_rank
 
+        history = group.history
         with group.lifecycle.turn:
             group.lifecycle.ensure_ready_for_cell()
             facts = group.ranks.ask(range(group.world_size), on_rank.start_facts())
-        history = group.history
+            events = self._executions.list_events(history)
+            stars = {module for event in events if isinstance(event, Execution) for module in STAR.findall(event.code)}
+            (exports,) = group.ranks.ask([0], on_rank.exported_names(sorted(stars)))
         problems = [change.text for change in history.changes if change.resizes]
         if history.is_cut:
             problems.append(f"ddip has kept only the last {KEPT} cells of this session")
@@ -156,9 +162,10 @@ class ExportMagics(GroupMagics):
             threads[0],
             folders[0],
             group.request.app,
-            self._executions.list_events(history),
+            events,
             tuple(problems),
             tuple(doubts),
+            exports,
         )
 
     def _fetch_results(self, group: Group, names: list[str]) -> list[bytes]:

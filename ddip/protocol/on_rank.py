@@ -43,7 +43,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 25
+VERSION = 26
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -135,6 +135,10 @@ def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> lis
 
 @remote("runtime.seeds.start_facts", "reading settings of the process")
 def start_facts() -> tuple[int, int, str, list[str]]: ...
+
+
+@remote("objects.names.exported_names", "looking for names")
+def exported_names(modules: list[str]) -> dict[str, dict[str, str]]: ...
 
 
 @remote("objects.result_values.pack_results", "pulling")

@@ -102,7 +102,7 @@ def test_training_goes_on_while_no_kernel_is_attached(
     wait_until(done.exists, what="the end of the training")
     other = new_notebook()
     other.ok("%load_ext ddip")
-    shown = other.ok("%makedip --attach")
+    shown = other.ok(f"%makedip --attach {kept.name}")
     assert shown.stdout.startswith("ddip: 2 ranks on the CPU, gloo")
     steps = [f"step {step}\n" for step in range(10)]
     wait_until(lambda: "".join(steps) in other.ok("%dipcell").text, what="all output of the cell")
@@ -121,7 +121,7 @@ def test_a_kernel_attaches_while_a_cell_runs(new_notebook: Callable[[], Notebook
     notebook.kill()
     other = new_notebook()
     other.ok("%load_ext ddip")
-    shown = other.ok("%makedip --attach")
+    shown = other.ok(f"%makedip --attach {kept.name}")
     assert "still running: [" in shown.stdout and "step 0\nstep 1\nstep 2\n" in shown.text
     go.touch()
     other.ok("%%dip\nassert_same_training(losses, state, 10)")
@@ -145,7 +145,8 @@ def test_one_kernel_at_a_time(new_notebook: Callable[[], Notebook]) -> None:
     other.ok("%load_ext ddip")
     refusal = other.fails(f"%makedip --attach {kept.name}").message
     assert f"{kept.name} is held by the kernel of" in refusal and str(notebook.pid) in refusal
-    assert "type one of" not in other.fails("%makedip --attach").message
+    if len(kept_folder.list_kept()) == 1:  # other kernels of this user may have kept groups of their own
+        assert "type one of" not in other.fails("%makedip --attach").message
     assert "no kept group has this name" in other.fails("%makedip --attach nobody").message
     assert "attached to" in notebook.fails("%makedip --attach").message
     groups = run_groups()
@@ -265,16 +266,16 @@ def test_settings_lines_and_output_keep_their_meaning(shared_kept: Notebook) -> 
 def test_a_notebook_leaves_and_attaches_again(shared_kept: Notebook) -> None:
     shared_kept.ok("%config DipMagics.show_ranks = 'all'")
     shared_kept.ok("%%dip\nprint('shown once')")
-    shown = shared_kept.ok("%unload_ext ddip\nassert get_ipython().find_line_magic('dipcells') is None")
+    (kept,) = (kept for kept in kept_folder.list_kept() if str(shared_kept.pid) in kept.holder())
+    shared_kept.ok("%unload_ext ddip\nassert get_ipython().find_line_magic('dipcells') is None")
     for _ in range(2):
-        shown = shared_kept.ok("%load_ext ddip\n%makedip --attach")
+        shown = shared_kept.ok(f"%load_ext ddip\n%makedip --attach {kept.name}")
         assert "shown once" not in shown.text
         shared_kept.ok("%run -m ddip groups")
-        (kept,) = (kept for kept in kept_folder.list_kept() if str(shared_kept.pid) in kept.holder())
-        assert kept.is_claimed
+        assert kept.is_claimed and str(shared_kept.pid) in kept.holder()
         shared_kept.ok("%unload_ext ddip")
         assert not kept.is_claimed
-    shared_kept.ok("%load_ext ddip\n%makedip --attach")
+    shared_kept.ok(f"%load_ext ddip\n%makedip --attach {kept.name}")
     assert "from 1" in shared_kept.ok("%%dip\nprint('from', rank)").text
     shared_kept.ok("%config DipMagics.show_ranks = '0'")
     assert "from 1" not in shared_kept.ok("%%dip\nprint('from', rank)").text

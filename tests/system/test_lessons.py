@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.notebook import Notebook
+from tests.cluster.test_exported_notebooks import assert_equal, shown_by_exports
 from tests.cluster.test_notebooks import FOLDER, LESSONS, run_notebook
 from tests.cluster.test_pages import WITH_CODE, name_of, needs_data, run_blocks
 
@@ -51,6 +52,18 @@ def test_the_lesson_trains_on_all_ranks(
     proved = dict(PROVED.findall(text))
     assert proved.pop("parameters identical on all ranks") == "True"
     assert set(proved.values()) <= {"True"}, proved
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("path", [pytest.param(path, id=name) for path, name in LESSONS.items()])
+def test_the_script_of_the_lesson_gives_its_values(
+    path: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTAI_HOME", str(small_data))
+    monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
+    line = "%dipexport equal.py --check losses mine"
+    assert_equal(shown_by_exports(path, tmp_path, [("%autodip off", line)])[line], tmp_path)
 
 
 @pytest.mark.timeout(600)

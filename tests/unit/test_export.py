@@ -258,8 +258,49 @@ def test_reasons_of_the_session_are_refused() -> None:
     assert [(refusal.text, refusal.is_doubt) for refusal in refusals] == [
         ("a", False),
         ("b", True),
-        ("-a fastai changes its framework on ranks, which a script does not", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("app", "code", "is_imported"),
+    [
+        ("fastai", "learn.fit(1)", True),
+        ("lightning", "fit()", True),
+        ("hf", "trainer.train()", False),
+        ("hf", "load(device_map='auto')", True),
+        (None, "train()", False),
+    ],
+)
+def test_the_script_imports_the_app_that_its_cells_need(app: str | None, code: str, is_imported: bool) -> None:
+    cells = (Execution(2, f"import helpers\nhelpers.{code}", EVERYONE), Execution(3, "helpers.load()", (1,)))
+    session = Session((5, 6), app=app, events=cells)
+    choice = Choice()
+    plan = selection.plan_script(session, choice)
+    assert plan.refusals == []
+    text = script.write_script(plan, session, choice, "x.py")
+    assert (f'use_app("{app}", device)' in text) == is_imported
+    assert ("# cell 2\n    begin_cell(2)\n" in text) == is_imported
+    assert ("if rank == 1:\n        begin_cell(3, (1,))\n" in text) == is_imported
+
+
+def test_import_star_imports_the_names_in_use() -> None:
+    names = {"rand": "", "zeros": "", "np": "numpy", "nn": "torch.nn", "math": "math", "rank": ""}
+    cells = (Execution(1, "from torch import *", EVERYONE), Execution(2, "print(rand(2), np.pi, math.pi)", EVERYONE))
+    session = Session((5, 6), events=cells, exports={"torch": names})
+    plan = selection.plan_script(session, Choice())
+    assert plan.refusals == []
+    imports = [step.statement.text for step in plan.steps if step.number == 1]
+    assert imports == ["import math", "import numpy as np", "from torch import rand"]
+
+
+def test_import_star_of_an_unknown_module_is_refused() -> None:
+    assert refusals_of("from missing import *", "print(x)")[0].endswith("not * from missing")
+
+
+def test_save_points_do_nothing_in_a_script() -> None:
+    text = script_of("import ddip\nfor step in range(3):\n    ddip.save_point()")
+    assert "ddip = type('ddip'" in text
+    assert refusals_of("import ddip\nddip.dist_state()")[0].endswith("ddip's functions work only in cells")
 
 
 def test_chosen_cells_only() -> None:

@@ -14,7 +14,6 @@ import fastai.distributed
 import fastai.tabular.all
 import fastai.text.all
 from fastcore.foundation import defaults
-from IPython.core.getipython import get_ipython
 
 from ddip.apps import compat_fastai, compat_hf, patches
 from ddip.protocol import compat
@@ -30,27 +29,32 @@ with contextlib.suppress(ImportError, RuntimeError, OSError):  # this torchvisio
     import fastai.vision.all  # noqa: F401
 
 MENDS = (fit, evaluate, finder, fastai_files, fastai_show, contexts, precision, launcher)
+_is_active = False  # True from `prepare` until `release`
 
 
 def prepare() -> None:
     """Patch fastai on a rank that has joined a group."""
+    global _is_active
     release()
     for module in MENDS:
         module.apply_patches()
     # fastai's default number of workers per loader
     patches.set_attribute(defaults, "cpus", defaults.cpus // int(os.environ["LOCAL_WORLD_SIZE"]))
-    shell = get_ipython()
-    assert shell is not None
-    shell.events.register("pre_run_cell", _begin_cell)
+    _is_active = True
 
 
 def release() -> None:
     """Undo all patches of fastai, and let the ranks' random numbers differ again."""
+    global _is_active
     patches.undo_all()
-    shell = get_ipython()
-    if shell is not None and _begin_cell in shell.events.callbacks["pre_run_cell"]:
-        shell.events.unregister("pre_run_cell", _begin_cell)
+    if _is_active:
+        _is_active = False
         randomness.diverge_rng()
+
+
+def begin_cell() -> None:
+    """Give all ranks the random states of rank 0."""
+    randomness.sync_rng()
 
 
 def command(text: str) -> str:
@@ -58,7 +62,3 @@ def command(text: str) -> str:
     if text.strip() != "patches":
         raise ValueError(f"the app fastai knows one command: %%dip -a patches; typed: {text}")
     return "\n\n".join(f"{module.__name__.rpartition('.')[2]}: {(module.__doc__ or '').strip()}" for module in MENDS)
-
-
-def _begin_cell(info: object) -> None:
-    randomness.sync_rng()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 from IPython.core.getipython import get_ipython
@@ -17,6 +19,20 @@ def variable_names(beginning: str) -> list[str]:
     hidden = get_ipython().user_ns_hidden  # type: ignore[union-attr]
     names = [name for name in current_variables() if name.startswith(beginning) and name not in hidden]
     return sorted(name for name in names if beginning or not name.startswith("_"))
+
+
+def exported_names(modules: list[str]) -> dict[str, dict[str, str]]:
+    """Return the names that ``from module import *`` binds, for each of `modules` that this rank has imported.
+
+    The value of a name is the path of the module that it is; empty for other objects.
+    """
+    found = {}
+    for path in modules:
+        if (module := sys.modules.get(path)) is not None:
+            names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+            objects = {name: getattr(module, name, None) for name in names}
+            found[path] = {name: obj.__name__ if isinstance(obj, ModuleType) else "" for name, obj in objects.items()}
+    return found
 
 
 def complete_code(code: str, cursor: int) -> dict[str, Any]:
