@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from ddip.protocol.reports import Advice, AdviceReport
+from ddip.rank.inspection.lone_trainers import find_lone_trainers
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import role_at, variable_of
 from ddip.rank.inspection.walk import Walk
@@ -48,6 +49,7 @@ def find_advice(names: list[str], size: int) -> AdviceReport:
     found = [*_optimizer_advice(walk), *_module_advice(walk), *_sampler_advice(walk)]
     if size > 1:
         found += _loader_advice(walk)
+        found += [advice for _, advice in find_lone_trainers()]
     selected = [entry for entry in found if not names or variable_of(entry["path"]) in names]
     checked_names = walk.names.intersection(names) if names else walk.names
     generators = (

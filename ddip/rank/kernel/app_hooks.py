@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ddip.rank.inspection.lone_trainers import report_lone_trainers
 from ddip.rank.runtime import stacks, tracebacks
 
 before: Callable[[], None] | None = None
 """Hook to call before each cell; None if no app is prepared or the app has no such hook."""
-after: Callable[[BaseException | None], None] | None = None
+after: Callable[[BaseException | None], None] | None = report_lone_trainers
 """Hook to call after each cell with the cell's error, or None if there was no error."""
 
 
@@ -38,7 +39,7 @@ def notify_app_rejoined(module: str) -> None:
 def release_app(module: str) -> None:
     """Remove the app's cell hooks and call its `release`, which cleans up when its use of the group ends."""
     global before, after
-    before = after = None
+    before, after = None, report_lone_trainers
     _call_if_defined(module, "release")
 
 
