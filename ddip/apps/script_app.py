@@ -14,7 +14,7 @@ from ddip.rank.runtime import current
 from ddip.rank.runtime.gpu import gpu
 
 _app: ModuleType | None = None  # set by `use_app`
-_in_cell = False
+_in_cell = False  # True from the first `begin_cell`
 
 
 def use_app(name: str, device: torch.device) -> None:

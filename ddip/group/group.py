@@ -416,6 +416,7 @@ class Group:
             with self.lifecycle.turn:
                 cells = self._parts.cells
                 self.lifecycle.ensure_ready_for_cell(where)
+                self.saves.add_schedule(asked)
                 if profile is not None:
                     asked |= until_it_ends.enter_context(self._profiled(profile, where))
                 show = CellOutput(seen, self._display(tell), quiet=quiet, comms=self.comms)
@@ -436,6 +437,7 @@ class Group:
             with self.lifecycle.turn:
                 cells = self._parts.cells
                 self.lifecycle.ensure_ready_for_cell(where)
+                self.saves.add_schedule(asked)
                 show = Differing(where, self._display(tell), here, comms=self.comms)
                 running = self._admit(code, where, show, timeout, until_it_ends)
                 running.asked = asked
@@ -484,6 +486,7 @@ class Group:
 
         def ensure_ready(cell: Cell | None = None) -> None:
             self.lifecycle.ensure_ready_for_cell(where, cell)
+            self.saves.add_schedule(asked)
             if profiling is not None:
                 profiling.prepare(where)
 
@@ -731,8 +734,6 @@ class Group:
             asked["break_on"] = list(placement.check_ranks(break_on, self.world_size, "break_on"))
         if self.options.keep_frames:
             asked["keep_frames"] = True
-        if (schedule := self.saves.schedule) is not None:
-            asked["saves"] = schedule
         if code.lstrip().startswith(DEBUG):
             asked["debugs"] = True
         if (script := find_script(code)) is not None:

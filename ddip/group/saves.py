@@ -16,7 +16,7 @@ from ddip.errors import GroupError, TransferError
 from ddip.group.lifecycle import Lifecycle
 from ddip.output.area import notify, stop_name
 from ddip.protocol import on_rank
-from ddip.protocol.cell_messages import SaveSchedule
+from ddip.protocol.cell_messages import CellOptions, SaveSchedule
 from ddip.protocol.reports import LoadReport, SaveReport, SaveStatus
 
 log = logging.getLogger("ddip")
@@ -30,6 +30,11 @@ REPLACED = (
     "--every again"
 )
 
+HELD = "saves to {folder} wait, and the former save stays: {why}"
+TORN = "a cell has failed; they continue after the next cell that succeeds on all ranks"
+DIFFER = "the ranks differ in {names}; %dipsync copies rank 0's values, and %dipload {folder} loads the former save"
+SAVED_DIFFERING = "the ranks differ in {names} since a fault, and the save has each rank's own values"
+
 
 class Saves:
     """The saves of one group; ``Group`` describes the methods with the same names."""
@@ -37,8 +42,10 @@ class Saves:
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
         self._schedule: SaveSchedule | None = None
-        self._scheduled_ranks: list[int] = []
-        """Engines of the ranks for which the schedule was made."""
+        self._scheduled_ranks: list[tuple[int, int]] = []
+        """Engines and PIDs of the ranks for which the schedule was made."""
+        self._held = ""
+        """Reason why saves by schedule wait, as it was last printed; empty if they do not wait."""
         self._saved_at = 0.0
         self._writes = False
         """True while a save in the background may not be complete."""
@@ -52,9 +59,25 @@ class Saves:
             self._schedule = None
         return self._schedule
 
+    def add_schedule(self, asked: CellOptions) -> None:
+        """Add the schedule to the options of a cell, unless the ranks may differ since a fault."""
+        if (schedule := self.schedule) is not None and not self._lifecycle.parts.differences.has_reported:
+            asked["saves"] = schedule
+
     @property
-    def _engines(self) -> list[int]:
-        return [member.engine for member in self._lifecycle.parts.ranks.members]
+    def _engines(self) -> list[tuple[int, int]]:
+        return [(member.engine, member.pid) for member in self._lifecycle.parts.ranks.members]
+
+    def _is_held(self, folder: str) -> bool:
+        """Return True if a fault may have left the ranks within a step, or different; print why if it is new."""
+        with self._lifecycle.turn:
+            differences = self._lifecycle.parts.differences
+            names = differences.still_differing()
+            why = DIFFER.format(names=", ".join(names), folder=folder) if names else TORN if differences.is_torn else ""
+        if why and why != self._held:
+            notify(HELD.format(folder=folder, why=why))
+        self._held = why
+        return bool(why)
 
     @property
     def _runs_cells(self) -> bool:
@@ -65,6 +88,8 @@ class Saves:
         with self._lifecycle.turn:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             self._writes = background
+            if differing := self._lifecycle.parts.differences.still_differing():
+                notify(SAVED_DIFFERING.format(names=", ".join(differing)))
             call = on_rank.save_variables(_whole_path(folder), list(names), background)
             report = self._lifecycle.parts.manager.ask_together(call)[0]
         if report["error"]:
@@ -77,6 +102,7 @@ class Saves:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
             report = self._lifecycle.parts.manager.ask_together(call)[0]
+            self._lifecycle.parts.differences.still_differing()  # forgets what is equal now
         if report["error"]:
             raise TransferError(f"nothing was loaded: {report['error']}")
         return report
@@ -93,6 +119,8 @@ class Saves:
         due = self.schedule
         if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._runs_cells:
             return None
+        if self._is_held(due["folder"]):
+            return None
         self._saved_at = time.monotonic()
         return self.save(due["folder"], due["names"], background=True)
 
@@ -100,6 +128,8 @@ class Saves:
         """Save at the next point of the running cell, within `seconds`; at once if none runs."""
         due, end = self.schedule, time.monotonic() + seconds
         if due is None:
+            return False
+        if not self._runs_cells and self._is_held(due["folder"]):
             return False
         if self._runs_cells:
             ranks, before = self._lifecycle.parts.ranks, self.status()["warned"]

@@ -214,6 +214,7 @@ def main() -> None:
         find_magics().kept = None  # --keep has no effect here
         _keeper.record_messages()
         signal.signal(signal.SIGTERM, lambda *_: current_keeper().begin_end())
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until `%dipsave --every`
         log = os.open(folder / kept_folder.LOG, os.O_WRONLY | os.O_CREAT, 0o600)
         for descriptor in (1, 2):  # until here, the notebook reads them
             os.dup2(log, descriptor)

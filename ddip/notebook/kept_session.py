@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import threading
@@ -151,6 +152,7 @@ class KeptSession:
         holder = f"the kernel of {preload_client.notebook_name() or 'another notebook'} (PID {os.getpid()})"
         self._link = KeeperLink(kept, holder)
         self._replaced: dict[tuple[str, str], Any] = {}
+        self._passes_on = False
         try:
             if is_new:
                 self._link.show_records({})
@@ -159,10 +161,17 @@ class KeptSession:
             self.objects = KeptObjects(self._call_for_objects, Path(kept.folder))
             self._replace_magics()
             main.hints.kept_call = self._link.try_call
+            self._pass_on_warnings()
             atexit.register(self.detach)
         except BaseException:
             self.detach()
             raise
+
+    def _pass_on_warnings(self) -> None:
+        """Pass SIGUSR1, a scheduler's warning, on to the keeper, where ``%dipsave --every`` handles it."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, lambda number, _: os.kill(self.kept.pid, number))
+            self._passes_on = True
 
     # -- magics
 
@@ -299,6 +308,8 @@ class KeptSession:
     def _leave(self, tell: Callable[[], object]) -> None:
         atexit.unregister(self.detach)
         self._restore_magics()
+        if self._passes_on and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         try:
             with contextlib.suppress(GroupError):
                 tell()

@@ -174,8 +174,8 @@ class SaveMagics(GroupMagics):
         try:
             if group is not None:
                 group.save_before_end(POINT_SECONDS)
-        except DdipError as error:
-            print(f"ddip: {error}")
+        except Exception as error:  # the ranks may end at the same time, as all processes of the job get the signal
+            print(f"ddip: nothing was saved: {error}")
         if number == signal.SIGTERM:
             os.kill(os.getpid(), number)
 

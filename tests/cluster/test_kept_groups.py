@@ -263,6 +263,14 @@ def test_settings_lines_and_output_keep_their_meaning(shared_kept: Notebook) -> 
     shared_kept.ok("%%dip\nassert quiet == 6")
 
 
+def test_a_warning_to_the_kernel_saves_the_kept_group(shared_kept: Notebook) -> None:
+    shared_kept.ok("%dipsave warned --every 1h")
+    shared_kept.ok("%%dip\nimport ddip")
+    os.kill(shared_kept.pid, signal.SIGUSR1)
+    wait_until(lambda: [*(shared_kept.folder / "warned").glob("save-*/save.json")], what="the save")
+    shared_kept.ok("%dipsave --stop")
+
+
 def test_a_notebook_leaves_and_attaches_again(shared_kept: Notebook) -> None:
     shared_kept.ok("%config DipMagics.show_ranks = 'all'")
     shared_kept.ok("%%dip\nprint('shown once')")

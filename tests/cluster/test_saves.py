@@ -18,7 +18,7 @@ import pytest
 import ddip
 from ddip.errors import CellError, RequestInterrupted, TransferError
 
-from .leftovers import wait_until
+from .leftovers import family_of, wait_until
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
 from .variants import few
@@ -814,6 +814,67 @@ def test_a_schedule_stops_when_ranks_are_replaced(warmed_up: None, folder: str) 
         group.run("assert weights == [1]")
 
 
+def test_a_schedule_stops_when_ranks_are_restarted(warmed_up: None, folder: str) -> None:
+    with ddip.Group(2) as group:
+        group.run("weights = [1]")
+        group.save_every(0, folder)
+        assert group.save_if_due() is not None
+        wait_until(lambda: not group.saves.status()["writing"])
+        group.restart()
+        group.run("weights = [0]")
+        assert group.save_if_due() is None
+        group.load(folder)
+        group.run("assert weights == [1]")
+
+
+TORN = """
+import ddip
+def train_torn():
+    for x, y, number in loader:
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        if rank: raise ValueError("planted")
+        opt.step()
+"""
+
+
+def test_a_schedule_keeps_the_good_save_after_a_fault(
+    warmed_up: None, folder: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ddip.Group(2) as group:
+        group.run(f"{TRAINING}\nprepare(ddp); train(3)\n{TORN}")
+        group.save_every(0, folder)
+        assert group.save_if_due() is not None
+        wait_until(lambda: not group.saves.status()["writing"])
+        group.save_every(None)
+        undisturbed = train_on(group)
+        group.load(folder)
+        group.save_every(0, folder)
+        with pytest.raises(CellError, match="planted"):
+            group.run("train_torn()")
+        assert group.save_if_due() is None
+        assert "saves to" in capfd.readouterr().err
+        group.run("assert not ddip.save_point()")
+        assert group.save_if_due() is None
+        assert "the ranks differ in opt" in capfd.readouterr().err
+        group.save(f"{folder} torn")
+        assert "the save has each rank's own values" in capfd.readouterr().err
+        group.load(folder)
+        group.run("assert ddip.save_point()")
+        assert train_on(group) == undisturbed
+        assert group.save_if_due() is not None
+        assert "differ" not in capfd.readouterr().err
+        group.save_every(None)
+
+
+def test_a_cell_on_some_ranks_has_no_points(cells: ddip.Group, folder: str) -> None:
+    cells.save_every(0, folder)
+    cells.run("import ddip")
+    cells.run("assert not ddip.save_point()", ranks=[0])
+    cells.run("assert ddip.save_point()")
+    cells.save_every(None)
+
+
 def test_code_of_a_class_may_read_globals_while_it_loads(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         class Zbase:
@@ -924,6 +985,24 @@ def test_a_notebook_saves_before_sigterm_ends_it(new_notebook: Callable[[], Note
     wait_until(lambda: not notebook.manager.is_alive())
     cells.load(str(notebook.folder / "run1"))
     cells.run("assert step == 5")
+
+
+@pytest.mark.grid(in_ci=True)
+def test_a_warning_to_all_processes_ends_none(new_notebook: Callable[[], Notebook], cells: ddip.Group) -> None:
+    """A scheduler may send SIGUSR1 to all processes of a job."""
+    notebook = new_notebook()
+    notebook.ok("%load_ext ddip\n%makedip -n 2\n%dipsave run1 --every 1h")
+    notebook.ok("%%dip\nstep = 5")
+    processes = family_of(notebook.pid)
+    assert len(processes) >= 4  # the ranks, the controller and the preload process
+    for process in processes:
+        process.send_signal(signal.SIGUSR1)
+    notebook.ok("%%dip\nassert step == 5\nstep = 6")
+    os.kill(notebook.pid, signal.SIGUSR1)
+    wait_until(lambda: [*(notebook.folder / "run1").glob("save-*/save.json")], what="the save")
+    assert family_of(notebook.pid) == processes
+    cells.load(str(notebook.folder / "run1"))
+    cells.run("assert step == 6")
 
 
 def test_a_failed_cell_saves_nothing(cells: ddip.Group, folder: str) -> None:

@@ -62,7 +62,7 @@ def test_the_script_of_the_lesson_gives_its_values(
 ) -> None:
     monkeypatch.setenv("FASTAI_HOME", str(small_data))
     monkeypatch.setenv("TORCH_HOME", str(small_data / "torch"))
-    line = "%dipexport equal.py --check losses mine"
+    line = "%dipexport equal.py --check losses"
     assert_equal(shown_by_exports(path, tmp_path, [("%autodip off", line)])[line], tmp_path)
 
 

@@ -258,6 +258,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: threading.Thread(target=agent.leave, daemon=True).start())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to all processes
     agent.serve()
 
 

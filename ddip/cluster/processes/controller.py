@@ -146,6 +146,7 @@ def main() -> None:
     threading.Thread(target=_clean_up_after_owner, args=(owner, folder), name="ddip-owner", daemon=True).start()
     if refusal := compat_ipyparallel.CONTROLLER.find_refusal():
         sys.exit(refusal)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to all processes
     _open_more_files()
     _end_schedulers_with_controller()
     Controller.launch_instance(sys.argv[1:])

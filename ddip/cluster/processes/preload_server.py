@@ -68,6 +68,7 @@ class PreloadServer:
         signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to all processes
         # also sent when only the *thread* that started this process ends, so check the parent
         signal.signal(signal.SIGHUP, lambda *_: None if os.getppid() == owner else os._exit(0))
         prctl, PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = ctypes.CDLL(None).prctl, 1, 36
@@ -166,6 +167,7 @@ class PreloadServer:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         self.link.close()
         os.close(self.woken)
         os.close(self.waker)

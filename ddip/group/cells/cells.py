@@ -359,6 +359,8 @@ class Cells:
             trained = self._manager.iterations.note_end(reports, failed)
         if over or failed:
             self._differences.note_fault(running.name, trained)
+        elif len(running.replies) == len(self._ranks.members):
+            self._differences.is_torn = False
         if not over and not unfinished_replies:
             self._pending_reports.append((running.reports, failed, running.unmatched, bool(running.different)))
         checked = self._update_health()

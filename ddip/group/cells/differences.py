@@ -112,6 +112,8 @@ class Differences:
         self._reported: set[int] = set()
         """Hashes of paths that were reported to the user, until they are equal again."""
         self._cut_reported = self._has_trained = False
+        self.is_torn = False
+        """True from a fault until a cell on all ranks has succeeded: the fault may have come within a step."""
 
     def note_fault(self, cell: str, trained: bool = False) -> None:
         """Record that a cell failed, was stopped, timed out or lost a rank.
@@ -121,11 +123,29 @@ class Differences:
         """
         self._failed.append(cell)
         self._has_trained |= trained
+        self.is_torn = True
 
     @property
     def pending(self) -> bool:
         """True if a fault has happened since the last comparison."""
         return bool(self._failed)
+
+    @property
+    def has_reported(self) -> bool:
+        """True if reported differences may still exist."""
+        return bool(self._reported)
+
+    def still_differing(self) -> list[str]:
+        """Return the variables with reported differences that still exist. Compares the ranks if there may be any.
+
+        Raises RequestFailed and RequestInterrupted.
+        """
+        if not self._reported:
+            return []
+        found = self._compare([])
+        self._reported.intersection_update(found.hashes)
+        of_reported = zip(found.differences, found.hashes, strict=False)  # further hashes have no description
+        return sorted({variable_of(one.owner) for one, number in of_reported if number in self._reported})
 
     def report_fault(self) -> None:
         """Compare all ranks after a fault, and print the differences; wait for the ranks, which must be idle.

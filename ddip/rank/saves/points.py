@@ -19,6 +19,7 @@ from typing import Any
 
 from ddip.protocol.cell_messages import SaveSchedule
 from ddip.protocol.reports import SaveStatus
+from ddip.rank.runtime import current
 
 CHECK_SECONDS = 1.0
 """Time between two points at which the ranks talk to each other."""
@@ -86,13 +87,13 @@ def _save_here(plan: _Plan, in_background: bool) -> bool:
 
 
 def begin_cell(schedule: SaveSchedule | None) -> None:
-    """Follow `schedule` in the cell that begins; None: save nothing.
+    """Follow `schedule` in the cell that begins; None: save nothing. A cell on some ranks only has no points.
 
     Counts begin again, so that they are the same on all ranks.
     """
     global _plan
     save_points: Any = importlib.import_module("ddip.sharded.save_points")  # now, as a cell may remove modules
-    save_points.at_point = None if schedule is None else _reach_point
+    save_points.at_point = _reach_point if schedule is not None and current.is_everywhere() else None
     if schedule is None:
         _plan = None
         return
