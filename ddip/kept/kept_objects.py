@@ -21,6 +21,7 @@ from ddip.group.objects import transfer
 from ddip.group.objects.modules import ModulesPushed
 from ddip.group.objects.transfer import Fetched, Transferred
 from ddip.group.watching import peek
+from ddip.output import area
 from ddip.output.progress import Progress
 from ddip.protocol.objects.pickling import Pickled, PickledNames
 
@@ -145,7 +146,9 @@ def push_file(group: Group, path: str, to: list[int]) -> dict[str, Any]:
     bar = Progress(after=QUIET_SECONDS)
     try:
         with group.lifecycle.ready_for_push(to, bar):
-            return asdict(transfer.push_packed(group.ranks, whole, to, bar))
+            pushed = transfer.push_packed(group.ranks, whole, to, bar)
+            group.history.note_push(area.cell_number() or 1, whole.pickled, to)
+            return asdict(pushed)
     finally:
         bar.end("")
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 """Time that a keeper may take to start."""
-NOT_KEPT = ("dipper", "dipexport")
-"""Magics that need the group, or the notebook's history, in the notebook's own process."""
+NOT_KEPT = ("dipper",)
+"""Magics that need the group in the notebook's own process."""
 LEAVE_AT_STOP = ("dipwait", "dipwatch")
 """Magics that end without an error at a stop, since only they are stopped."""
 HERE = ("autodip", "dipush", "dipull")

@@ -25,6 +25,7 @@ EQUAL = {
     "debugging": (END, "--cells 2,8 --check last"),
     "fsdp": ("import ddip", "--check model"),
     "hf_finetune": ("from transformers import TrainerCallback", "--check model"),
+    "keeping": (END, "--check model loss"),
     "lightning": ('main("--strategy ddp_notebook")', "--check net"),
     "kaggle_colab": (END, "--check model losses points"),
     "long_runs": (END, "--check model losses right"),
@@ -56,7 +57,6 @@ NEEDS = {
 """Packages that ``make test`` does not install."""
 NOT_RUN = {
     HOSTS.stem: "--check needs all ranks on this machine",
-    "keeping": "another process owns its group",
     **dict.fromkeys(map(str, LESSONS.values()), "tests/system/test_lessons.py exports them"),
 }
 

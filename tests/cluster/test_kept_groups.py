@@ -304,7 +304,20 @@ def test_errors_output_and_numbers_are_those_of_the_cell(shared_kept: Notebook) 
     assert "-r 9" in shared_kept.fails("%%dip everywhere -r 9\nnot_here = 1").message
     shared_kept.ok("assert 'not_here' not in globals()")
     assert "-S 9" in shared_kept.fails("%autodip on -a '-S 9'").message
-    assert "does not work with a kept group" in shared_kept.fails("%dipexport train.py").message
+    assert "does not work with a kept group" in shared_kept.fails("%dipper group").message
+
+
+@pytest.mark.grid(in_ci=True)
+def test_the_cells_of_a_kept_group_are_exported(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    kept = start(notebook)
+    notebook.ok("scale = 2.0\n%dipush scale\n%unload_ext ddip")
+    notebook.ok(f"%load_ext ddip\n%makedip --attach {kept.name}")
+    notebook.ok("%%dip\nstate = make()\nmodel = state[0]\nlast = torch.tensor(train(state, 10)[-1]) * scale")
+    shown = notebook.ok("%dipexport train.py --check model last")
+    assert "ddip: train.py gives the session's values: 3 compared, largest difference 0" in shown.stdout
+    notebook.ok("%makedip -k")
+    assert_ended(kept)
 
 
 def test_the_stop_button_reaches_the_ranks(shared_kept: Notebook) -> None:
