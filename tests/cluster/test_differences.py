@@ -691,3 +691,12 @@ def test_sync_also_copies_differences_above_the_display_limit(
     assert len(cells.sync()) == 16
     assert "and 11 more values" in capsys.readouterr().err
     cells.run("assert set(many.values()) == {1}")
+
+
+def test_defaults_of_functions_are_copied(cells: ddip.Group) -> None:
+    code = "def collect(x, found=[], *, seen={}): found.append(x); seen['last'] = x"
+    run_and_record(cells, f"{code}\nnumber = id(collect.__defaults__[0])")
+    cells.run("collect(rank + 5)")
+    assert cells.sync(["collect"])
+    cells.run("assert collect.__defaults__ == ([5],) and id(collect.__defaults__[0]) == number")
+    cells.run("assert collect.__kwdefaults__['seen'] == {'last': 5}, collect.__kwdefaults__\ndel collect, number")

@@ -265,6 +265,15 @@ def test_an_object_that_holds_a_replaced_model_is_named(cells: ddip.Group, folde
     assert cells.load(folder)["holders"] == ["holder"]
 
 
+def test_every_holder_of_a_replaced_optimizer_is_named(cells: ddip.Group, folder: str) -> None:
+    cells.run("import torch\nnet = torch.nn.Linear(2, 2); held_opt = torch.optim.SGD(net.parameters(), 0.1)")
+    cells.save(folder, ["net", "held_opt"])
+    cells.run("held_opt = torch.optim.Adam(net.parameters(), 0.1)\nheld_list = [held_opt]")
+    cells.run("held_schedule = torch.optim.lr_scheduler.StepLR(held_opt, 1)\ndef held_f(o=held_opt): return o")
+    assert cells.load(folder)["holders"] == ["held_f", "held_list", "held_schedule"]
+    cells.run("del held_opt, held_list, held_schedule, held_f")
+
+
 # -- errors
 
 STATE = "import torch\nnet = torch.nn.Linear(2, 2); count = 1"

@@ -200,3 +200,20 @@ def test_users_modules_are_found_in_any_order_of_imports(tmp_path: Path, monkeyp
     assert names[70] in dict(kinds.user_modules())
     for name in names:
         sys.modules.pop(name, None)
+
+
+def test_defaults_of_the_users_functions_are_compared() -> None:
+    def collect(x: int, found: list[int] = [], *, seen: dict[str, int] = {}) -> None:  # noqa: B006
+        found.append(x)
+        seen["x"] = x
+
+    collect(5)
+    values = Walk({"f": collect, "library": torch.nn.functional.relu}, process_wide=False).finish().values
+    assert values["f.__defaults__[0][0]"] == values["f.__kwdefaults__['seen']['x']"] == 5
+    assert not any(path.startswith("library.__defaults__") for path in values)
+
+
+def test_every_link_to_a_shared_object_is_recorded() -> None:
+    shared = [1]
+    walk = Walk({"a": [shared], "b": {"of": shared}, "c": shared}, keep=True, process_wide=False).finish()
+    assert walk.objects["c"] is shared and walk.aliases == {"a[0]": "c", "b['of']": "c"}

@@ -231,6 +231,8 @@ def _leaf_at(owner: Any, how: str, key: Any) -> Any:
             return base.__getitem__(owner, key)
         case "cell":
             return owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents
+        case "defaults":
+            return getattr(owner, key)
         case "_parameters" | "_buffers" | "_modules":
             return kinds.instance_dict(owner)[how][key]  # type: ignore[index]
     attributes = kinds.instance_dict(owner) or {}
@@ -406,6 +408,8 @@ def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
             base.__setitem__(owner, key, value)
         case "cell":
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
+        case "defaults":
+            setattr(owner, key, value)
         case "_parameters" | "_buffers" | "_modules":
             kinds.instance_dict(owner)[how][key] = value  # type: ignore[index]
         case _:

@@ -63,8 +63,8 @@ class Walk:
     """One walk over `variables`; iterate over `steps` to the end, then read `values`.
 
     Names in `known` are walked first, so that a variable that only one rank has created cannot give another path to an
-    object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects` and `links`
-    are filled, so that callers can change the objects.
+    object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links`
+    and `aliases` are filled, so that callers can change the objects and find all their holders.
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class Walk:
         self.objects: dict[Path, Any] = {}
         self.links: dict[Path, tuple[Path, str, Any]] = {}
         """Link to the object at a path: path of its holder, kind of link such as ``item`` or ``attribute``, key."""
+        self.aliases: dict[Path, Path] = {}
+        """Path in `objects` of the object at a path, if the walk has met it there before."""
         self.nodes = 0
         self.is_cut = False
         """True if the namespace has more than `MAX_NODES` objects, which the walk has not visited."""
@@ -180,6 +182,8 @@ class Walk:
             self.values[path] = leaf
             return None
         if id(value) in self._names:
+            if self._keep:
+                self.aliases[path] = self._names[id(value)]
             return None
         self._names[id(value)] = path
         self._alive.append(value)
@@ -344,6 +348,10 @@ class Walk:
                 self._enqueue(f"{path}.<{name}>", cell.cell_contents, depth, path, "cell", name)
             except ValueError:  # an empty cell
                 continue
+        if not libraries.is_librarys(function.__code__.co_filename):
+            for name in ("__defaults__", "__kwdefaults__"):
+                if (defaults := getattr(function, name)) is not None:
+                    self._enqueue(f"{path}.{name}", defaults, depth, path, "defaults", name)
         for name, value in sorted(vars(function).items()):
             self._enqueue(f"{path}.{name}", value, depth, path, "attribute", name)
 

@@ -27,12 +27,11 @@ from ddip.protocol.objects import definitions
 from ddip.protocol.reports import LoadReport
 from ddip.rank import user_namespace
 from ddip.rank.inspection.state_history import history
-from ddip.rank.inspection.state_report import variable_of
-from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
 from ddip.rank.saves.agreement import EQUAL_BUT_FOR_BUFFERS, AgreedError, Fingerprints, do_on_all, reason_text
+from ddip.rank.saves.holders import find_holders
 from ddip.rank.saves.pickled_parts import PickledParts
 from ddip.rank.saves.save_pickler import Key, Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
@@ -201,7 +200,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
         "in_place": sorted(in_place & chosen),
         "not_loaded": not_loaded | (source.facts["left_out"] if not names else {}),
         "kept": kept,
-        "holders": _holders_of(replaced.former_objects(), variables, {*values, *kept}),
+        "holders": find_holders(replaced.former_objects(), variables, {*values, *kept}),
     }
 
 
@@ -348,19 +347,3 @@ def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_p
     for tensor, gradient, keys in gradients:
         if loading.find(keys) is None or loading.is_chosen(keys):
             tensor.grad = gradient
-
-
-def _holders_of(former: list[Any], variables: Mapping[str, Any], loaded: set[str]) -> list[str]:
-    """Return the variables that hold one of the `former` objects, which the load has replaced."""
-    if not former:
-        return []
-    ids = {id(thing) for value in former for thing in _with_parameters(value)}
-    rest = {name: value for name, value in variables_of(variables).items() if name not in loaded}
-    walk = Walk(rest, keep=True, process_wide=False).finish()
-    return sorted({variable_of(path) for path, value in walk.objects.items() if id(value) in ids})
-
-
-def _with_parameters(value: Any) -> list[Any]:
-    if isinstance(value, torch.nn.Module):
-        return [value, *value.modules(), *value.parameters()]
-    return [value]
