@@ -700,3 +700,15 @@ def test_defaults_of_functions_are_copied(cells: ddip.Group) -> None:
     assert cells.sync(["collect"])
     cells.run("assert collect.__defaults__ == ([5],) and id(collect.__defaults__[0]) == number")
     cells.run("assert collect.__kwdefaults__['seen'] == {'last': 5}, collect.__kwdefaults__\ndel collect, number")
+
+
+def test_variables_that_a_rank_lacks_are_copied_with_their_links(cells: ddip.Group) -> None:
+    cells.run("""
+        copied_net = nn.Linear(2, 2)
+        copied_opt, broken = torch.optim.SGD(copied_net.parameters(), 0.1), (n for n in [1])
+        if rank == 1: del copied_net, copied_opt, broken
+    """)
+    assert cells.sync(["copied_net", "copied_opt", "broken"])
+    cells.run("assert copied_opt.param_groups[0]['params'][0] is copied_net.weight")
+    cells.run("assert ('broken' in globals()) == (rank == 0)")
+    cells.run("del copied_net, copied_opt; globals().pop('broken', None)")

@@ -195,9 +195,9 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
     for path in [p for p, (holder, *_) in leaves.items() if holder and not common.has(holder)]:
         del leaves[path]  # it comes with its container, which some rank lacks
     plan.refused = {path: why for path, why in plan.refused.items() if why}
-    plan.contents = _dump_each(sorted(contents.items()), common, plan)
+    plan.contents = _dump_entries(sorted(contents.items()), common, plan)
     common.replaced = set(leaves)  # pickle these by value: a reference would mean the receiver's own object
-    plan.leaves = _dump_each(list(leaves.values()), common, plan)
+    plan.leaves = _dump_entries(list(leaves.values()), common, plan)
     return plan
 
 
@@ -326,26 +326,33 @@ class _Unpickler(pickle.Unpickler):
         return self._walk.objects[path]
 
 
-def _dump_each(entries: Sequence[tuple[Any, ...]], common: _CommonObjects, plan: _Plan) -> bytes:
-    """Pickle the entries one after the other; add those that cannot be pickled to ``plan.refused``."""
+def _dump_entries(entries: Sequence[tuple[Any, ...]], common: _CommonObjects, plan: _Plan) -> bytes:
+    """Pickle the entries together, so that they share objects as here, such as an optimizer and its model.
+
+    Entries that cannot be pickled are added to ``plan.refused`` instead.
+    """
+    try:
+        return _dump(list(entries), common)
+    except Exception:
+        good = []
+        for entry in entries:
+            try:
+                _dump(entry, common)
+                good.append(entry)
+            except Exception as error:
+                path = entry[0] if len(entry) == 2 else _path_at(*entry[:3])
+                plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
+        return _dump(good, common)
+
+
+def _dump(value: Any, common: _CommonObjects) -> bytes:
     file = io.BytesIO()
-    for entry in entries:
-        begin = file.tell()
-        try:
-            _Pickler(file, common).dump(entry)
-        except Exception as error:
-            file.seek(begin)
-            file.truncate()
-            path = entry[0] if len(entry) == 2 else _path_at(*entry[:3])
-            plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
+    _Pickler(file, common).dump(value)
     return file.getvalue()
 
 
 def _unpickle_entries(data: bytes, walk: Walk) -> list[Any]:
-    file, entries = io.BytesIO(data), []
-    while file.tell() < len(data):
-        entries.append(_Unpickler(file, walk).load())
-    return entries
+    return _Unpickler(io.BytesIO(data), walk).load()  # type: ignore[no-any-return]
 
 
 def _path_at(holder: Path, how: str, key: Any) -> Path:
