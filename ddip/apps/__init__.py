@@ -41,6 +41,8 @@ def find_module(name: str | None) -> str:
         return ""
     found = {entry.name: entry.value for entry in entry_points(group=GROUP)}
     if name not in found:
+        if named := [part for part in name.replace(",", " ").split() if part in found and part != name]:
+            raise BadInput(f"-a {name}: a group takes one app; type -a {named[0]}")
         like = difflib.get_close_matches(name, found, 1)
         available = f"there is {', '.join(sorted(found))}" if found else "no app is installed yet"
         if like:

@@ -968,6 +968,8 @@ class Group:
         with self.lifecycle.turn:
             self.lifecycle.ensure_ready_for_cell(needs_group=True)
             copied, refused = self._parts.differences.sync(names, rank)
+            if not names:
+                self._parts.differences.report_missing(self.new_ranks, rank)
         if copied:
             self.history.changes.append(Change(f"%dipsync copied state of rank {rank}"))
         for path, why in refused.items():

@@ -250,6 +250,8 @@ class CellMagics(GroupMagics):
         --dap opens ports for an IDE instead, which slows Python code on the ranks down until --off.
         """
         args = arguments.parse_line(self.dipdebug, "%dipdebug", line)
+        if args.number == "off" and args.dap:
+            raise BadInput(f"%dipdebug {line.strip()}: type %dipdebug --off to end --dap")
         if args.number is not None and (args.dap or args.off):
             raise BadInput(
                 f"%dipdebug {line.strip()}: an IDE attaches to ranks, not to a cell; leave out {args.number}"

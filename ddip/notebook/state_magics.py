@@ -50,7 +50,7 @@ class TrainingMagics(GroupMagics):
         source = arguments.parse_rank(args.source, group.world_size, "--from")
         copied = group.sync(names, source)
         if not copied:
-            self._main.confirm_done("nothing differs that could be copied")
+            self._main.confirm_done("no differences to copy")
             return
         more = f" and {len(copied) - SHOWN_PATHS} more" if len(copied) > SHOWN_PATHS else ""
         self._main.confirm_done(f"copied from rank {source}: {', '.join(copied[:SHOWN_PATHS])}{more}")

@@ -73,6 +73,8 @@ BAD_INPUT = [
     ("%%dip", r"%%dip: the cell is empty; type the code below this line$"),
     ("%%dip --help\n1", r"%%dip --help: type %dip\? for its options and examples$"),
     ("%makedip --num 2", r"%makedip --num 2: type %makedip -n 2$"),
+    ("%makedip -n 3 -a fastai,hf", r"^-a fastai,hf: a group takes one app; type -a fastai$"),
+    ("%dipdebug --dap off", r"^%dipdebug --dap off: type %dipdebug --off to end --dap$"),
     ("%makedip -n 3 -a fastia", r"-a fastia: there is no app 'fastia'; type -a fastai$"),
     ("%%dip local -r 0\n1", r"^%%dip local -r: -r is for cells on ranks; type %%dip local, or %%dip -r$"),
     ("%%dip -r 0 -r 1\n1", r"^%%dip -r 0 -r 1: type -r only once, with all its values after it$"),
@@ -389,6 +391,7 @@ def test_a_dead_rank_is_replaced_and_others_keep_variables(notebook: Notebook) -
     assert threads.count("\n  main:\n  idle\n") in (1, 2) and "\nrank 1\n  main:\n  ended\n" in threads
     text = notebook.ok("%makedip --repair --from 2 model").text
     assert re.search(r"ddip: rank 1 replaced, with model from rank 2, \d+\.\d s$", text)
+    assert re.search(r"ddip: ranks? 1.* new and lacks? .*: run the cells that define", notebook.ok("%dipsync").text)
     notebook.ok("""
         %%dip
         import torch, torch.distributed as dist

@@ -22,7 +22,7 @@ from ddip.output.area import notify
 from ddip.output.tables.check_table import CheckRow, CheckTable, on_ranks
 from ddip.protocol import on_rank
 from ddip.protocol.on_rank import R, RemoteCall
-from ddip.protocol.reports import ChangedConstant, Compared, Described
+from ddip.protocol.reports import AdviceReport, ChangedConstant, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
 """Kind of a path that differs although no fault has broken it.
@@ -252,13 +252,21 @@ class Differences:
             for one in answer["advice"]:
                 by_advice.setdefault((one["path"], one["what"], one["todo"]), []).append(rank)
         rows += [CheckRow(path, on_ranks(r, size) + what, todo) for (path, what, todo), r in by_advice.items()]
-        for name in sorted({name for answer in answers for name in answer["names"]}):
-            lack = [rank for rank, answer in enumerate(answers) if name not in answer["names"]]
-            if lack:
-                todo = f"run the cell that defines it, or %dipsync {name}"
-                rows.append(CheckRow(name, f"missing on {ranks_text(lack)}", todo))
+        for name, lack in _find_missing(answers).items():
+            todo = f"run the cell that defines it, or %dipsync {name}"
+            rows.append(CheckRow(name, f"missing on {ranks_text(lack)}", todo))
         by_design = [path for path in found.by_design if not names or variable_of(path) in names]
         return CheckTable(rows, max(answer["objects"] for answer in answers), size, by_design)
+
+    def report_missing(self, new: Sequence[int], source: int) -> None:
+        """Print which variables the `new` ranks lack, and what to type; `source`: rank from which the user copies.
+
+        Raises RequestFailed or RequestInterrupted.
+        """
+        if new:
+            answers = self._ask_all(on_rank.find_advice([], len(self._ranks.members)))
+            if text := missing_text(answers, new, source):
+                notify(text)
 
     def sync(self, names: Sequence[str], source: int) -> tuple[list[str], dict[str, str]]:
         """Copy differing values from rank `source` to the others: in `names`, or all that are known to differ.
@@ -283,6 +291,40 @@ class Differences:
             if refused:
                 self._compare([])  # forgets paths that are equal now; those that could not be copied are reported again
         return copied, refused
+
+
+def missing_text(answers: Sequence[AdviceReport], new: Sequence[int], source: int) -> str:
+    """Return a line for the user about variables that the `new` ranks lack; empty if there are none.
+
+    `answers`: the reports of all ranks on their variables. `source`: rank from which a typed %dipsync copies.
+
+    >>> reports = [AdviceReport(advice=[], names=names, objects=0) for names in (["net", "opt"], ["net"])]
+    >>> missing_text(reports, [1], 0)
+    'rank 1 is new and lacks opt: run the cells that define it, or type %dipsync opt'
+    >>> missing_text(reports[::-1], [0], 0)
+    'rank 0 is new and lacks opt: run the cells that define it, or type %dipsync opt --from 1'
+    """
+    found = {name: lack for name, lack in _find_missing(answers).items() if set(lack) <= set(new)}
+    if not found:
+        return ""
+    lacking = sorted({rank for lack in found.values() for rank in lack})
+    if source in lacking:
+        source = next((rank for rank in range(len(answers)) if rank not in lacking), source)
+    what = "is new and lacks" if len(lacking) == 1 else "are new and lack"
+    it = "it" if len(found) == 1 else "them"
+    more = f" and {len(found) - MOST_LINES} more" if len(found) > MOST_LINES else ""
+    typed = " ".join(list(found)[:MOST_LINES]) + (f" --from {source}" if source else "")
+    return (
+        f"{ranks_text(lacking)} {what} {', '.join(list(found)[:MOST_LINES])}{more}: run the cells that define {it}, or "
+        f"type %dipsync {typed}"
+    )
+
+
+def _find_missing(answers: Sequence[AdviceReport]) -> dict[str, list[int]]:
+    """Return the ranks that lack each variable that another rank has, by name."""
+    names = sorted({name for answer in answers for name in answer["names"]})
+    lacking = {name: [rank for rank, answer in enumerate(answers) if name not in answer["names"]] for name in names}
+    return {name: ranks for name, ranks in lacking.items() if ranks}
 
 
 def rows_of(packed: bytes) -> Rows:
