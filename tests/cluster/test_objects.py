@@ -87,7 +87,7 @@ OLD = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["ddp", pytest.param("old", marks=OLD), "new", "inside"])
+@pytest.mark.parametrize("name", ["ddp", pytest.param("old", marks=OLD), "new", "inside", "other"])
 def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: str) -> None:
     cells.run("""
         import torch
@@ -98,15 +98,16 @@ def test_a_wrapped_model_is_pulled_without_its_wrapper(cells: ddip.Group, name: 
         old = FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=device)
         new = fully_shard(torch.nn.Linear(2, 2))
         inside = {"net": ddp}
+        other = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=torch.distributed.new_group())
     """)
-    kind = "DistributedDataParallel" if name in ("ddp", "inside") else "FSDP"
+    kind = "DistributedDataParallel" if name in ("ddp", "inside", "other") else "FSDP"
     with pytest.raises(TransferError, match=f"{name} .*{kind}") as error:
         cells.pull([name])
     if name != "inside":
         code = str(error.value).split("`")[1]  # the line that the message suggests to type
         cells.run(code)
         assert cells.pull([code.split()[0]])
-    cells.run("del ddp, old, new, inside")
+    cells.run("del ddp, old, new, inside, other")
 
 
 SHARDED = """

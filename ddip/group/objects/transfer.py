@@ -24,6 +24,8 @@ from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.reports import PackedObjects
 
 DDP = "DistributedDataParallel"
+DDP_REFUSES = "DDP Pickling/Unpickling are only supported"
+"""Beginning of the error with which torch refuses to pickle a DDP wrapper of another group, such as a former one."""
 FSDP = (
     "{name} is an FSDP model, which lives on ranks only: gather its state dict in a %%dip cell, `state = "
     "get_model_state_dict({name}, options=StateDictOptions(full_state_dict=True, cpu_offload=True))`, both of "
@@ -257,8 +259,10 @@ def pickled_values(fetched: Fetched, what: str) -> Mapping[str, Pickled]:
         )
     if reply["errors"] and what == "pulled":
         sharded = [FSDP.format(name=name) for name in reply["errors"] if reply["wrappers"].get(name, DDP) != DDP]
-        if sharded:
-            raise TransferError(f"nothing was pulled: {'; '.join(sharded)}")
+        refused = [name for name, why in reply["errors"].items() if DDP_REFUSES in why]
+        wrapped = [_unwrap_advice(name, reply["wrappers"].get(name) == DDP) for name in refused]
+        if sharded or wrapped:
+            raise TransferError(f"nothing was pulled: {'; '.join([*sharded, *wrapped])}")
     if reply["errors"]:
         raise TransferError(f"nothing was {what}: {reasons_text(reply['errors'], f'cannot be pickled on rank {rank}')}")
     return fetched.values
