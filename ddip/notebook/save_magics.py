@@ -20,6 +20,7 @@ from ddip.notebook.base_magics import GroupMagics
 from ddip.output.tables.tables import size_text
 
 if TYPE_CHECKING:
+    from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
 SHOWN_NAMES = 8
@@ -75,6 +76,12 @@ class SaveMagics(GroupMagics):
             self._end_schedule()
             return
         folder, names = _checked_folder(args.folder, "%dipsave"), arguments.variable_names(args.names, "%dipsave")
+        if names and _is_name_of_variable(group, folder):
+            typed = line.strip()
+            raise BadInput(
+                f"%dipsave {typed}: {folder} is a variable of the ranks; type the folder before it: %dipsave FOLDER "
+                f"{typed}, or ./{folder} for a new folder of this name"
+            )
         if args.every is not None:
             seconds = arguments.parse_seconds(args.every, "--every", 0.1)
             group.save_every(seconds, folder, names)
@@ -184,6 +191,11 @@ def _checked_folder(typed: str | None, magic: str) -> str:
     if typed is None:
         raise BadInput(f"{magic}: type a folder, such as {magic} run1")
     return typed
+
+
+def _is_name_of_variable(group: Group, folder: str) -> bool:
+    """Return whether a typed `folder` does not exist, and is the name of a variable on rank 0."""
+    return folder.isidentifier() and not os.path.exists(folder) and group.has_name(folder)
 
 
 def _list_names(names: list[str]) -> str:

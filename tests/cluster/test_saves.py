@@ -798,6 +798,25 @@ def test_two_sessions_may_save_to_one_folder(cells: ddip.Group, folder: str) -> 
         group.run("assert len(set(large.tolist())) == 1")
 
 
+def test_a_save_that_another_session_removes_says_so(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        from ddip.rank.saves import save_folder
+        if rank == 0:
+            begin = save_folder.begin_version
+            def begin_and_lose(folder):
+                version = begin(folder)
+                os.rmdir(version)
+                return version
+            save_folder.begin_version = begin_and_lose
+        import os
+    """)
+    try:
+        with pytest.raises(TransferError, match="another session saves to .* at the same time"):
+            cells.save(folder)
+    finally:
+        cells.run("if rank == 0: save_folder.begin_version = begin")
+
+
 def test_a_flipped_bit_is_found(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = torch.zeros(100_000)")
     cells.save(folder)
@@ -968,7 +987,7 @@ def test_the_magics_confirm_and_name_what_is_left_out(notebook: Notebook) -> Non
     notebook.ok("%makedip -n 2")
     shown = notebook.ok("%dipload run1")
     assert "loaded saved_net of run1" in shown.stdout
-    assert "not loaded: saved_list: it differed between the 3 ranks, and there are 2 now" in shown.stdout
+    assert "not loaded: saved_list: not equal on the 3 ranks that saved, and there are 2 now; existing" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -984,6 +1003,15 @@ def test_the_magics_confirm_and_name_what_is_left_out(notebook: Notebook) -> Non
 )
 def test_wrong_input_is_named(notebook: Notebook, typed: str, text: str) -> None:
     assert text in notebook.fails(typed).message
+
+
+def test_a_forgotten_folder_is_noticed(notebook: Notebook) -> None:
+    notebook.ok("%%dip\nforgotten, other = 1, 2")
+    message = notebook.fails("%dipsave forgotten other --bg").message
+    assert "forgotten is a variable of the ranks" in message and "%dipsave FOLDER forgotten other --bg" in message
+    assert not (notebook.folder / "forgotten").exists()
+    notebook.ok("%dipsave ./forgotten other\n%dipsave forgotten other")
+    assert (notebook.folder / "forgotten").is_dir()
 
 
 def test_a_notebook_saves_before_sigterm_ends_it(new_notebook: Callable[[], Notebook], cells: ddip.Group) -> None:

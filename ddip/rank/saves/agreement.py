@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import re
 import zlib
@@ -17,6 +18,7 @@ from ddip.protocol.text import escape_surrogates
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_report import VERSION, variable_of
 from ddip.rank.inspection.walk import Walk, variables_of
+from ddip.rank.saves import save_folder
 from ddip.sharded import contents
 from ddip.sharded.copies import fingerprint_of, from_all
 
@@ -49,6 +51,17 @@ def do_on_all(step: Callable[[], T]) -> T:
         where = "" if failures.count(first) == len(failures) else f" (on rank {failures.index(first)})"
         raise AgreedError(f"{first}{where}") from cause
     return result  # type: ignore[return-value]
+
+
+def ensure_visible(version: str) -> None:
+    """Raise AgreedError if a rank does not see the folder of a version that rank 0 has created or found; a collective.
+
+    If rank 0 does not see it any more either, another session has removed it.
+    """
+    if all(from_all(os.path.isdir(version))):
+        return
+    text = save_folder.NOT_SHARED if from_all(os.path.isdir(version))[0] else save_folder.IN_USE
+    raise AgreedError(text.format(folder=os.path.dirname(version)))
 
 
 @dataclass

@@ -30,7 +30,14 @@ from ddip.rank.inspection.state_history import history
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
 from ddip.rank.saves import save_folder, save_pickler
-from ddip.rank.saves.agreement import EQUAL_BUT_FOR_BUFFERS, AgreedError, Fingerprints, do_on_all, reason_text
+from ddip.rank.saves.agreement import (
+    EQUAL_BUT_FOR_BUFFERS,
+    AgreedError,
+    Fingerprints,
+    do_on_all,
+    ensure_visible,
+    reason_text,
+)
 from ddip.rank.saves.holders import find_holders
 from ddip.rank.saves.pickled_parts import PickledParts
 from ddip.rank.saves.save_pickler import Key, Keys, Loading, load_device
@@ -40,7 +47,7 @@ from ddip.rank.saves.variables import GRADIENTS, find_keys, reshard_models, stru
 from ddip.sharded import contents
 from ddip.sharded.copies import from_all
 
-PER_RANK = "it differed between the {then} ranks, and there are {now} now"
+PER_RANK = "not equal on the {then} ranks that saved, and there are {now} now; existing variables keep their values"
 DEFINED = "this session's definition was kept; the saved one, or its attributes, differ"
 BUFFERS = "they differed between the ranks; each has rank 0's now"
 _nothing = object()
@@ -158,7 +165,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     wait_for_background()
     is_first = dist.get_rank() == 0
     version = from_all(do_on_all(lambda: save_folder.latest_version(folder) if is_first else ""))[0]
-    do_on_all(lambda: save_folder.ensure_visible(version))
+    ensure_visible(version)
     source = do_on_all(lambda: _Source.open(version, names, anyway))
     chosen, not_loaded = source.choose(names)
     variables = user_namespace()

@@ -25,6 +25,8 @@ import torch
 
 FACTS = "save.json"
 """File with the facts about a save, in each version."""
+NOT_SHARED = "{folder} is not on a file system that all hosts share; type a folder that is"
+IN_USE = "another session saves to {folder} at the same time; try again, or type another folder"
 COMPLETE, PARTIAL = re.compile(r"save-(\d+)"), re.compile(r"save-\w+\.partial")
 FORMAT = 1
 """Version of the format; a load refuses any other."""
@@ -49,12 +51,6 @@ def begin_version(folder: str) -> str:
     version = home / f"save-{secrets.token_hex(4)}.partial"
     version.mkdir(mode=0o700)
     return str(version)
-
-
-def ensure_visible(version: str) -> None:
-    """Raise ValueError if this host does not see a folder that rank 0 has created."""
-    if not os.path.isdir(version):
-        raise ValueError(f"{Path(version).parent} is not on a file system that all hosts share; type a folder that is")
 
 
 def complete_version(version: str, facts: dict[str, Any]) -> str:

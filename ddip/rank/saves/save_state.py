@@ -37,6 +37,7 @@ from ddip.rank.saves.agreement import (
     classify_variables,
     digest_variables,
     do_on_all,
+    ensure_visible,
     reason_text,
 )
 from ddip.rank.saves.save_pickler import Slot
@@ -204,7 +205,7 @@ def _begin_version(folder: str) -> str:
     """Create the folder of a new version on rank 0, and return it on all ranks, which must see it."""
     version = do_on_all(lambda: save_folder.begin_version(folder) if dist.get_rank() == 0 else "")
     version = from_all(version)[0]
-    do_on_all(lambda: save_folder.ensure_visible(version))
+    ensure_visible(version)
     return version
 
 
