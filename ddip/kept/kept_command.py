@@ -31,7 +31,8 @@ def list_groups() -> int:
     keepers = {one.pid for one in kept}
     for run in ownership.list_runs():
         if run.owner_lives and run.owner.pid not in keepers:
-            print(f"group of process {run.owner.pid}  {run.processes} processes  ends with its notebook")
+            count = f"{run.processes} process{'es' * (run.processes != 1)}"
+            print(f"group of process {run.owner.pid}  {count}  ends with its notebook")
     if not kept:
         print("no kept groups; %makedip --keep starts one")
     return 0

@@ -119,8 +119,22 @@ def find_kept(typed: str) -> KeptGroup:
     if free:
         raise BadInput(f"--attach: several groups are kept; type one of {', '.join(one.name for one in free)} after it")
     if kept:
-        raise GroupError(f"--attach: {kept[0].name} is held by {kept[0].holder()}; %makedip -k there ends it")
+        raise GroupError(_held_text(kept[0]))
     raise BadInput(f"--attach: {_names_text(kept)}")
+
+
+def holder_text(notebook: str, pid: int) -> str:
+    """Return the kernel with this PID as text for users of other kernels; `notebook`: its name, or ``pid`` and the PID.
+
+    >>> holder_text("train.ipynb", 24), holder_text("pid 24", 24)
+    ('the kernel of train.ipynb (PID 24)', 'the kernel with PID 24')
+    """
+    return f"the kernel with PID {pid}" if notebook == f"pid {pid}" else f"the kernel of {notebook} (PID {pid})"
+
+
+def _held_text(kept: KeptGroup) -> str:
+    ways = "there, %unload_ext ddip releases it, and %makedip -k ends it"
+    return f"--attach: {kept.name} is held by {kept.holder() or 'another kernel'}; {ways}"
 
 
 def find_named(kept: Sequence[KeptGroup], typed: str, option: str) -> KeptGroup:
@@ -189,10 +203,7 @@ def claim_keeper(kept: KeptGroup, holder: str) -> TextIO:
         except OSError:
             if time.monotonic() > until:
                 file.close()
-                name = kept.holder() or "another kernel"
-                raise GroupError(
-                    f"--attach: the group {kept.name} is held by {name}; end that kernel, or type %makedip -k there"
-                ) from None
+                raise GroupError(_held_text(kept)) from None
             time.sleep(0.02)
     _mine.add(kept.folder)
     Path(kept.folder, HOLDER).write_text(holder)

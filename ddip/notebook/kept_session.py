@@ -149,8 +149,7 @@ class KeptSession:
         self.kept = kept
         self._sent = {} if is_new else self._main.group_settings()
         """The settings that the keeper has."""
-        holder = f"the kernel of {preload_client.notebook_name() or 'another notebook'} (PID {os.getpid()})"
-        self._link = KeeperLink(kept, holder)
+        self._link = KeeperLink(kept, kept_folder.holder_text(preload_client.notebook_name(), os.getpid()))
         self._replaced: dict[tuple[str, str], Any] = {}
         self._passes_on = False
         try:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from ddip.cluster.processes import ownership
+from ddip.cluster.processes.processes import Proc
 from ddip.errors import BadInput, CellError, GroupError, TransferError
-from ddip.kept import cell_records, keeper
+from ddip.kept import cell_records, keeper, kept_command, kept_folder
 from ddip.kept.cell_records import CellRecord, CellRecords
 from ddip.kept.keeper_link import error_of
 from ddip.kept.kept_objects import KeptObjects
@@ -110,3 +112,27 @@ def test_a_full_folder_is_one_error_and_leaves_no_file(tmp_path: Path, monkeypat
 def test_a_task_without_a_group_says_so() -> None:
     with pytest.raises(GroupError, match="the kept group has ended; %makedip starts one"):
         keeper.TASKS["world_size"]()
+
+
+@pytest.mark.parametrize(("count", "text"), [(1, "1 process "), (2, "2 processes ")])
+def test_groups_of_notebooks_are_listed(
+    count: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ownership.Run(Path("run"), Proc(5, 0.0), True, count)
+    monkeypatch.setattr(kept_folder, "list_kept", lambda: [])
+    monkeypatch.setattr(ownership, "list_runs", lambda: [run])
+    assert kept_command.list_groups() == 0
+    assert f"group of process 5  {text} ends with its notebook" in capsys.readouterr().out
+
+
+def test_an_attached_group_names_its_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = kept_folder.KeptGroup("train", 1, 0.0, 60.0, str(tmp_path))
+    (tmp_path / kept_folder.HOLDER).write_text(kept_folder.holder_text("pid 24143", 24143))
+    monkeypatch.setattr(kept_folder, "list_kept", lambda: [kept])
+    monkeypatch.setattr(kept_folder, "can_claim", lambda folder: False)
+    with pytest.raises(GroupError) as caught:
+        kept_folder.find_kept("")
+    assert str(caught.value) == (
+        "--attach: train is held by the kernel with PID 24143; there, %unload_ext ddip releases it, and %makedip -k "
+        "ends it"
+    )
