@@ -176,9 +176,9 @@ def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: py
     assert "the group was rebuilt" not in capsys.readouterr().err
     cells.run("process_group._form_group = form\nwrapper(torch.ones(1, 1)).sum().backward()")
     expected = (
-        "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers (DDP, FSDP), "
-        "device meshes and subgroups that were made before must be recreated; RPC still knows the former ranks: type "
-        "%makedip -r before you use it again"
+        "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers in lost (DDP, "
+        "FSDP), device meshes and subgroups that were made before must be recreated; RPC still knows the former ranks: "
+        "type %makedip -r before you use it again"
     )
     assert expected in capsys.readouterr().err
     for size in (3, 2):

@@ -35,7 +35,7 @@ def same(*modules):
     return all(one == found[0] for one in found)
 """
 GOES_ON = "the group was rebuilt; the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank"
-LOST = "the wrapper (DDP, FSDP) that was made before must be recreated"
+LOST = "the wrapper in wrapper (DDP, FSDP) that was made before must be recreated"
 REFUSES = "RuntimeError: this DistributedDataParallel "
 
 
@@ -220,7 +220,8 @@ def test_wrappers_that_cannot_be_matched_do_not_continue(cells: ddip.Group, caps
     """)
     stderr = capsys.readouterr().err
     assert (
-        "the DDP wrapper was rebuilt" in stderr and "other wrappers (DDP, FSDP) that were made before must be" in stderr
+        "the DDP wrapper was rebuilt" in stderr
+        and "other wrappers in alone (DDP, FSDP) that were made before must be" in stderr
     )
     with pytest.raises(ddip.CellError, match=REFUSES):
         cells.run("twins[1](torch.ones(2, 2))")

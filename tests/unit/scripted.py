@@ -146,7 +146,7 @@ class ScriptedEngine:
             on_rank.main_thread_phase.target: lambda: "code" if self.running else "idle",
             on_rank.tcp_connections.target: lambda: [],
             on_rank.release_group.target: self._release,
-            on_rank.forget_lost_objects.target: lambda: None,
+            on_rank.forget_lost_objects.target: lambda: [],
             on_rank.adopt_group.target: lambda former_port, port: True,
             on_rank.begun_operations.target: lambda: self.begun,
             on_rank.line_of.target: lambda key, number: {"cell": 1, "line": 2},

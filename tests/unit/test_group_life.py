@@ -254,12 +254,14 @@ def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: py
             "gpu_lost": "",
         }
         engine.answers[on_rank.revive_wrappers.target] = lambda: 1
+        engine.answers[on_rank.forget_lost_objects.target] = lambda: ["model"]
     group.script = lambda engine: None
     with pytest.raises(CellError):
         group.run("0: raise ValueError\n1: wait")
     group.run("pass")
     stderr = capsys.readouterr().err
     assert "the DDP wrapper was rebuilt, with rank 0's parameters and buffers on every rank; other wrappers" in stderr
+    assert "wrappers in model (DDP, FSDP) and subgroups that were made before must be recreated" in stderr
 
 
 def test_a_failed_revival_fails_one_cell_before_a_rebuild(new_group: NewGroup) -> None:

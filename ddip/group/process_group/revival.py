@@ -20,6 +20,7 @@ AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
 """Word in the names of settings that are copied only between ranks on the same host."""
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
+SHOWN_NAMES = 8
 KEPT = "with rank 0's parameters and buffers on every rank"
 
 
@@ -37,16 +38,17 @@ def revive_objects(ranks: Ranks, manager: ProcessGroupManager, lost_objects: Los
             manager.healthy = False
             raise
         revived = answers[0]
-    text = _revival_text(revived, lost_objects["wrappers"] - revived, lost_objects)
-    if text:
+    if any(lost_objects.values()):
+        names = ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_lost_objects())
+        variables = sorted({name for of_rank in names.values() for name in of_rank or ()})
+        text = AGAIN + _revival_text(revived, lost_objects["wrappers"] - revived, lost_objects, variables)
         is_complete = revived == lost_objects["wrappers"] and not (
             lost_objects["meshes"] or lost_objects["subgroups"] or lost_objects["rpc"]
         )
         if is_complete:
-            inform(AGAIN + text)
+            inform(text)
         else:
-            notify(AGAIN + text)
-        ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_lost_objects())
+            notify(text)
 
 
 class NewRanks:
@@ -116,23 +118,29 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> None:
         notify(f"{what} differed on {ranks_text(kept)}, so ddip did not set it on {ranks_text(new)}")
 
 
-def _revival_text(revived: int, lost_wrappers: int, lost_objects: LostObjects) -> str:
+def _revival_text(revived: int, lost_wrappers: int, lost_objects: LostObjects, variables: Sequence[str]) -> str:
     """Describe revived wrappers, and objects that must be recreated, for a message.
 
+    `variables`: names of the variables with wrappers that must be recreated, as far as they are known.
+
     >>> nothing = LostObjects(wrappers=0, meshes=0, subgroups=0, rpc=False)
-    >>> _revival_text(0, 1, nothing)
+    >>> _revival_text(0, 1, nothing, [])
     'the wrapper (DDP, FSDP) that was made before must be recreated'
-    >>> _revival_text(2, 0, {**nothing, "subgroups": 1})
+    >>> _revival_text(0, 1, nothing, ["model"])
+    'the wrapper in model (DDP, FSDP) that was made before must be recreated'
+    >>> _revival_text(2, 0, {**nothing, "subgroups": 1}, [])
     "2 DDP wrappers were rebuilt, with rank 0's parameters and buffers on every rank; subgroups that were made before \
 must be recreated"
-    >>> _revival_text(0, 2, {**nothing, "meshes": 1, "subgroups": 1})
-    'wrappers (DDP, FSDP), device meshes and subgroups that were made before must be recreated'
-    >>> _revival_text(0, 0, {**nothing, "rpc": True})
+    >>> _revival_text(0, 2, {**nothing, "meshes": 1, "subgroups": 1}, ["critic", "model"])
+    'wrappers in critic, model (DDP, FSDP), device meshes and subgroups that were made before must be recreated'
+    >>> _revival_text(0, 0, {**nothing, "rpc": True}, [])
     'RPC still knows the former ranks: type %makedip -r before you use it again'
     """
     parts = []
     if revived:
         parts.append(f"{'the DDP wrapper was' if revived == 1 else f'{revived} DDP wrappers were'} rebuilt, {KEPT}")
+    more = f" and {len(variables) - SHOWN_NAMES} more" if len(variables) > SHOWN_NAMES else ""
+    names = f"in {', '.join(variables[:SHOWN_NAMES])}{more} " if variables else ""
     wrapper = "other wrapper" if revived else "wrapper"
     others = [
         name
@@ -140,9 +148,9 @@ must be recreated"
         if count
     ]
     if lost_wrappers == 1 and not others:
-        parts.append(f"the {wrapper} (DDP, FSDP) that was made before must be recreated")
+        parts.append(f"the {wrapper} {names}(DDP, FSDP) that was made before must be recreated")
     elif lost_wrappers or others:
-        *first, last = [*([f"{wrapper}s (DDP, FSDP)"] if lost_wrappers else []), *others]
+        *first, last = [*([f"{wrapper}s {names}(DDP, FSDP)"] if lost_wrappers else []), *others]
         what = f"{', '.join(first)} and {last}" if first else last
         parts.append(f"{what} that were made before must be recreated")
     if lost_objects["rpc"]:

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddip.protocol import compat_torch
+from ddip.rank import user_namespace
 from ddip.rank.objects import changes, reducers
 from ddip.rank.objects.live_objects import all_objects
 from ddip.rank.runtime import c10d
@@ -128,9 +129,13 @@ def retire_all() -> int:
     return len(_unreported)
 
 
-def forget_lost_objects() -> None:
-    """Mark all retired wrappers as reported to the user."""
+def forget_lost_objects() -> list[str]:
+    """Mark all retired wrappers as reported to the user; return the variables that are or contain unusable ones."""
+    lost = {id(wrapper) for wrapper in list(_unreported) if is_lost(wrapper)}
     _unreported.clear()
+    modules = {n: v for n, v in list(user_namespace().items()) if issubclass(type(v), torch.nn.Module)}
+    holds_lost = {n: any(id(part) in lost for part in torch.nn.Module.modules(v)) for n, v in modules.items()}
+    return sorted(name for name, is_holder in holds_lost.items() if is_holder and not name.startswith("_"))
 
 
 def _find_wrappers() -> list[torch.nn.Module]:

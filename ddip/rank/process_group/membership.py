@@ -368,11 +368,11 @@ def leave_group() -> LeaveReport:
     return {**_lost, "gpu_lost": gpu_lost}
 
 
-def forget_lost_objects() -> None:
-    """Clear the lost objects once they have been reported to the user."""
+def forget_lost_objects() -> list[str]:
+    """Clear the lost objects, which are reported to the user now; return the variables with unusable wrappers."""
     global _lost
     _lost = NOTHING_LOST
-    wrappers.forget_lost_objects()
+    return wrappers.forget_lost_objects()
 
 
 def give_up() -> None:
