@@ -144,7 +144,7 @@ def test_one_kernel_at_a_time(new_notebook: Callable[[], Notebook]) -> None:
     kept = start(notebook)
     other.ok("%load_ext ddip")
     refusal = other.fails(f"%makedip --attach {kept.name}").message
-    assert f"{kept.name} is held by the kernel" in refusal and refusal.count(str(notebook.pid)) == 1
+    assert f"{kept.name} is held by the kernel" in refusal and refusal.count(f"PID {notebook.pid}") == 1
     assert "%unload_ext ddip releases it" in refusal
     if len(kept_folder.list_kept()) == 1:  # other kernels of this user may have kept groups of their own
         assert "type one of" not in other.fails("%makedip --attach").message
