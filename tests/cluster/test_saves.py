@@ -735,6 +735,46 @@ def test_an_attribute_since_the_save_is_removed(cells: ddip.Group, folder: str) 
     cells.run("assert not hasattr(net, 'cache') and not net.training")
 
 
+OWN_STATE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.last, self.calls = nn.GRU(3, 4), nn.Linear(4, 1), 0
+        self.cache = torch.ones(1)
+    def __getstate__(self): return {name: value for name, value in vars(self).items() if name != "cache"}
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.cache = torch.ones(1)
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.gru(x)[0]) * self.cache
+torch.manual_seed(rank)
+net, losses = Net(), []
+opt = torch.optim.Adam(net.parameters(), lr=0.05)
+def train(steps):
+    for _ in range(steps):
+        loss = net(torch.randn(5, 3)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+def facts(): return losses, [p.tolist() for p in net.parameters()], net.calls, torch.rand(2).tolist()
+train(3)
+"""
+
+
+def test_modules_with_their_own_state_continue_as_if_undisturbed(cells: ddip.Group, folder: str) -> None:
+    cells.run(OWN_STATE)
+    cells.save(folder)
+    undisturbed = train_on(cells)
+    cells.run("net.gru.flatten_parameters(); net.later = 1")
+    assert cells.load(folder)["in_place"] == ["net", "opt"]
+    assert train_on(cells) == undisturbed
+    cells.run("assert not hasattr(net, 'later')")
+
+
 @pytest.mark.parametrize(
     "made",
     [

@@ -50,6 +50,8 @@ PARALLEL_SETTINGS = (
 """Attributes of a DDP wrapper that its constructor takes under the same names."""
 COMPOSABLE = "__composable_api"
 """Beginning of the names of a module's attributes that hold the state of ``fully_shard``."""
+PARTS = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that hold its parts."""
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 """Function with which most objects are unpickled."""
 OTHER_GROUP = "it uses a process group other than the default one; create it again after the load"
@@ -208,7 +210,9 @@ class SavePickler(pickling.Pickler):
         if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
             state = _without_sharding(state)
         if isinstance(obj, torch.optim.Optimizer) and isinstance(state, dict):
-            rest = {name: value for name, value in vars(obj).items() if name not in state and name != "step"}
+            is_plain = type(obj).__getstate__ is torch.optim.Optimizer.__getstate__
+            names = [name for name in vars(obj) if is_plain or name in pickling.OPTIMIZER_HOOKS]
+            rest = {name: vars(obj)[name] for name in names if name not in state and name != "step"}
             return open_object, (keys, made[0], made[1]), (keys, state, rest), None, None, fill_optimizer
         return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
@@ -218,7 +222,7 @@ class SavePickler(pickling.Pickler):
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     def _reduce_fully_sharded(self, module: Any, keys: Keys) -> tuple[Any, ...]:
-        own = _without_sharding(module.__dict__)
+        own = _without_sharding(module.__getstate__())  # type: ignore[operator]
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         group = groups[0]
@@ -488,8 +492,10 @@ def fill_object(obj: Any, state: tuple[Keys, Any]) -> None:
     if loading.find(keys) is None:
         _set_state(obj, saved)
     elif isinstance(obj, torch.nn.Module):
+        _try_state(obj, saved)
         loading.fill_later(keys, lambda: _fill_module(obj, saved))
     else:
+        _try_state(obj, saved)
         loading.fill_later(keys, lambda: _set_state(obj, saved))
 
 
@@ -505,6 +511,7 @@ def fill_optimizer(optimizer: Any, state: tuple[Keys, Any, dict[str, Any]]) -> N
     if loading.find(keys) is None:
         fill()
     else:
+        _try_state(optimizer, saved)
         loading.fill_later(keys, fill)
 
 
@@ -522,14 +529,29 @@ def _set_state(obj: Any, state: Any) -> None:
         setattr(obj, name, value)
 
 
+def _try_state(obj: Any, state: Any) -> None:
+    """Raise now what a class of the user's raises for a state, before anything in the session changes."""
+    set_state = getattr(type(obj), "__setstate__", None)
+    if set_state is not None and not str(set_state.__module__).startswith("torch."):
+        set_state(object.__new__(type(obj)), {**state} if isinstance(state, dict) else state)
+
+
 def _fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Set the attributes of a module, except its parts, which are filled themselves, and its hooks."""
-    kept = {name for name in state if name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")}
-    kept |= {name for name in state if "_hooks_" in name or name == "_is_full_backward_hook"}
-    since = [name for name in vars(module) if name not in state and not name.startswith((COMPOSABLE, "_compiled"))]
-    for name in since:  # such as a cache that did not exist yet
-        del vars(module)[name]
-    vars(module).update({name: value for name, value in state.items() if name not in kept})
+    """Set the state of a module as unpickling does, except its parts, which are filled themselves, and its hooks.
+
+    Attributes that the saved module lacked are removed, but those that its class does not pickle are kept.
+    """
+    own = vars(module)
+    for name in [*module.__getstate__()]:  # type: ignore[operator]
+        if name not in state and not name.startswith((COMPOSABLE, "_compiled")):  # such as a cache
+            own.pop(name, None)
+    kept = {name: own[name] for name in state if name in own and _is_part_or_hooks(name)}
+    module.__setstate__({**state, **kept})
+
+
+def _is_part_or_hooks(name: str) -> bool:
+    """Return whether this attribute of a module has its parts or hooks."""
+    return name in PARTS or name.endswith("_hooks") or "_hooks_" in name or name == "_is_full_backward_hook"
 
 
 def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]) -> None:
@@ -537,6 +559,7 @@ def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]
     keys, own, settings = state
     loading = current.get()
     if loading.find(keys) is not None:
+        _try_state(module, own)
         loading.fill_later(keys, lambda: _fill_module(module, own))
         return
     _set_state(module, own)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from IPython.core.getipython import get_ipython
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddip.protocol.objects import pickling
@@ -16,7 +17,7 @@ from ddip.rank import user_namespace
 from ddip.rank.inspection.walk import PRIVATE_NAMES
 from ddip.rank.saves.agreement import reason_text
 from ddip.rank.saves.imported import find_imported
-from ddip.rank.saves.save_pickler import Key, Keys, SavePickler, is_fully_sharded, is_of_torch
+from ddip.rank.saves.save_pickler import PARTS, Key, Keys, SavePickler, is_fully_sharded, is_of_torch
 
 GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
@@ -102,7 +103,7 @@ def structure_of(value: Any) -> str:
     """Return a text that is equal for two objects if one can take the state of the other; else "".
 
     A module or optimizer with hooks of the user's is another object: the hooks may hold any other objects. So is a
-    tensor that cannot be written in place.
+    tensor that cannot be written in place, and a module whose class pickles other things than its parts.
     """
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
@@ -120,7 +121,9 @@ def structure_of(value: Any) -> str:
 
 def _structure_of_module(module: torch.nn.Module, kind: str) -> str:
     tensors, parts = _tensors_of(module), [*module.named_modules(remove_duplicate=False)]
-    if any(_has_own_hooks(part) for _, part in parts) or not all(_can_be_written(tensor) for _, tensor in tensors):
+    if not all(_can_be_written(tensor) for _, tensor in tensors):
+        return ""
+    if any(_has_own_hooks(part) or not _pickles_its_parts(part) for _, part in parts):
         return ""
     facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
     return repr((kind, facts, [(name, type(part).__qualname__) for name, part in parts]))
@@ -131,6 +134,19 @@ def _has_own_hooks(module: torch.nn.Module) -> bool:
         hooks for name, hooks in vars(module).items() if name.endswith(pickling.HOOKS) and isinstance(hooks, dict)
     ]
     return any(not is_of_torch(hook) for hooks in groups for hook in hooks.values() if callable(hook))
+
+
+def _pickles_its_parts(module: torch.nn.Module) -> bool:
+    """Return whether the state that a module's class pickles has the module's parameters, buffers and parts."""
+    get_state = type(module).__getstate__  # type: ignore[attr-defined]
+    if get_state is object.__getstate__ or isinstance(module, DistributedDataParallel):  # type: ignore[attr-defined]
+        return True
+    state = get_state(module)
+    return isinstance(state, dict) and all(
+        [(name, id(part)) for name, part in state.get(group, {}).items()]
+        == [(name, id(part)) for name, part in vars(module)[group].items()]
+        for group in PARTS
+    )
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,143 @@
+"""Objects of the session take the saved state in place, as a new object would take it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddip.rank.saves import save_pickler
+from ddip.rank.saves.save_pickler import Loading, SavePickler
+from ddip.rank.saves.variables import find_keys, group_keys, structure_of
+
+
+class Cached(nn.Linear):
+    """A module whose cache is not pickled; a new object begins with an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.cache: list[Any] = []
+        self.calls = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.cache = []
+
+
+class Connected(nn.Linear):
+    """A module with a connection that is not pickled, and that only its constructor opens."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.connection: Iterator[Any] = iter(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "connection"}
+
+
+class Fails(nn.Linear):
+    """A module that cannot be unpickled."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise OSError("no such server")
+
+
+class FromNumbers(nn.Module):
+    """A module that is pickled without its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"numbers": self.weight.tolist()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(state["numbers"]))
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """An optimizer with a connection that is not pickled."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.connection: Iterator[Any] = iter(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "connection"}
+
+
+def save(**variables: Any) -> Callable[[dict[str, Any]], Callable[[], None]]:
+    """Save `variables`; the result loads them into existing ones, and returns the step that fills these."""
+    file, buffers = io.BytesIO(), list[Any]()
+    pickler = SavePickler(file, buffers, group_keys(find_keys(variables)), {})
+    pickler.dump(variables)
+    storages = {number: slot.tensor.clone().untyped_storage() for number, slot in enumerate(pickler.slots)}
+
+    def load(existing: dict[str, Any]) -> Callable[[], None]:
+        loading = Loading(storages, find_keys(existing), set(variables))
+        token = save_pickler.current.set(loading)
+        try:
+            pickle.loads(file.getvalue(), buffers=buffers)
+        finally:
+            save_pickler.current.reset(token)
+
+        def fill() -> None:
+            for step in loading.fills:
+                step()
+
+        return fill
+
+    return load
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_modules_compute_after_a_load_in_place(kind: Any) -> None:
+    net = kind(3, 4)
+    expected = net(torch.ones(2, 3))[0]
+    load = save(net=net)
+    with torch.no_grad():
+        net.weight_ih_l0.zero_()
+    load({"net": net})()
+    assert torch.equal(net(torch.ones(2, 3))[0], expected)
+
+
+def test_a_module_takes_its_state_as_when_it_is_unpickled() -> None:
+    net = Cached()
+    weight, calls = net.weight, net._forward_hooks
+    load = save(net=net)
+    net.calls, net.cache, net.later = 3, [1], 1  # type: ignore[assignment]
+    load({"net": net})()
+    assert (net.calls, net.cache, hasattr(net, "later")) == (0, [], False)
+    assert net.weight is weight and net._forward_hooks is calls
+
+
+def test_attributes_that_a_class_does_not_pickle_are_kept() -> None:
+    net = Connected()
+    optimizer, connections = OwnOptimizer(net.parameters()), (net.connection,)
+    load = save(net=net, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 1.0
+    load({"net": net, "optimizer": optimizer})()
+    assert (net.connection,) == connections and next(optimizer.connection, "end") == "end"
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_module_that_cannot_be_unpickled_stays() -> None:
+    net = Fails(2, 2)
+    load = save(net=net)
+    with pytest.raises(OSError, match="no such server"):
+        load({"net": net})
+
+
+def test_a_module_that_pickles_other_things_than_its_parts_is_made_anew() -> None:
+    assert structure_of(FromNumbers()) == structure_of(nn.Sequential(FromNumbers())) == ""
+    assert structure_of(nn.Sequential(nn.GRU(2, 2), Cached()))
