@@ -383,6 +383,51 @@ def test_a_variable_that_cannot_be_loaded_does_not_cost_the_others(warmed_up: No
         assert group.pull_all(["told"], [0, 1])[0] == undisturbed
 
 
+STEPS = """
+def train(steps):
+    global step
+    for _ in range(steps):
+        loss = model(torch.randn(4, 2)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step += 1
+def facts():
+    return step, os.name, [p.tolist() for p in (*model.parameters(), weights)], torch.rand(2).tolist()
+"""
+
+
+def test_a_lost_module_costs_only_its_own_objects(warmed_up: None, folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "lost_config.py"
+    file.write_text("import torch\nclass Config:\n    def __init__(self): self.scale = torch.ones(2)\n")
+    with ddip.Group(2) as group:
+        group.run(f"""
+            import sys
+            sys.path.insert(0, {str(tmp_path)!r})
+            import lost_config
+            from lost_config import Config
+            a_config, with_it = Config(), [Config]
+            del sys, Config
+            import os, torch
+            torch.manual_seed(rank)
+            model, weights, step = torch.nn.Linear(2, 2), torch.zeros(2), 5
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model(torch.rand(2)).sum().backward()
+            optimizer.step()
+        """)
+        group.save(folder)
+        group.run(STEPS)
+        undisturbed = train_on(group)
+    file.rename(tmp_path / "renamed.py")
+    with ddip.Group(2) as group:
+        with pytest.raises(TransferError, match="lost_config cannot be loaded: .*lost_config"):
+            group.load(folder)
+        report = group.load(folder, anyway=True)
+        assert set(report["not_loaded"]) == {"lost_config", "a_config", "with_it"}
+        group.run(STEPS)
+        assert train_on(group) == undisturbed
+
+
 UNREADABLE_CLASS = """
 import torch
 class Unreadable:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import sys
+from collections import OrderedDict
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from ddip.rank.saves.pickled_parts import PickledParts
@@ -26,10 +31,25 @@ def fail(*parts: Any) -> None:
     raise OSError("no such server")
 
 
+calls: list[str] = []
+
+
+class Counts:
+    """An object that is unpickled by `count`."""
+
+    def __reduce__(self) -> Any:
+        return count, ("text",)
+
+
+def count(text: str) -> None:
+    """Add `text` to `calls`."""
+    calls.append(text)
+
+
 def pickled_parts(variables: dict[str, Any]) -> PickledParts:
     """Return `variables`, pickled with one memo."""
     file, sizes, buffers, given = io.BytesIO(), dict[str, int](), dict[str, list[Any]](), list[Any]()
-    pickler = pickle.Pickler(file, protocol=5, buffer_callback=given.append)
+    pickler = cloudpickle.Pickler(file, protocol=5, buffer_callback=given.append)
     for name, value in variables.items():
         begin, first = file.tell(), len(given)
         pickler.dump(value)
@@ -61,6 +81,44 @@ def test_what_holds_a_part_of_a_failed_variable_fails_too() -> None:
     found = load_all({"a": Fails(part), "b": [part, "more"], "c": ["own"], "d": [part], "e": [1, ["fine"]]})
     assert found["b"] == found["d"] == "ValueError: it holds a part of a"
     assert (found["c"], found["e"]) == (["own"], [1, ["fine"]])
+
+
+def test_texts_functions_classes_and_modules_are_found_after_a_failure() -> None:
+    shared = "".join(["te", "xt"])
+    own = ["own"]
+    found = load_all(
+        {
+            "a": Fails(shared, fail, OrderedDict, os, own),
+            "b": [shared, os],
+            "c": OrderedDict(x=fail),
+            "d": [shared, {os: OrderedDict}],
+            "e": [own, os],
+        }
+    )
+    assert found["b"] == ["text", os] and found["c"] == OrderedDict(x=fail)
+    assert found["d"] == ["text", {os: OrderedDict}]
+    assert found["e"] == "ValueError: it holds a part of a"
+
+
+def test_only_users_of_a_lost_module_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: Any = ModuleType("lost_module")
+    monkeypatch.setitem(sys.modules, "lost_module", lost)
+    exec("class Lost: pass", vars(lost))
+    parts = pickled_parts({"a": lost, "b": [lost.Lost()], "c": os, "d": lost.Lost, "e": [os, "lost_module"]})
+    monkeypatch.delitem(sys.modules, "lost_module")
+    for name in "abd":
+        with pytest.raises((ImportError, ValueError), match="lost_module|a part of"):
+            parts.load(name)
+        if name == "b":
+            assert parts.load("c") is os
+    assert parts.load("e") == [os, "lost_module"]
+
+
+def test_a_function_of_a_failed_variable_is_not_called_again() -> None:
+    made = Counts()
+    found = load_all({"a": Fails(made), "b": [made], "c": Fails("text"), "d": ["text"]})
+    assert (found["b"], found["d"]) == ("ValueError: it holds a part of a", ["text"])
+    assert calls == ["text"]
 
 
 @pytest.mark.parametrize("before", [0, 300])

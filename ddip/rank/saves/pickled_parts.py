@@ -1,7 +1,8 @@
 """Read the pickled variables of a save one after the other, also after one that cannot be unpickled.
 
 The pickles share a memo: an object of a former variable is a number in a later one. After an error, the numbers of the
-failed variable stay taken, and variables that use one of them fail as well, because they hold a part of it.
+failed variable stay taken. Texts, modules, and the functions and classes of modules are still found by their names;
+variables that use another of these numbers fail as well, because they hold a part of the failed variable.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ import io
 import itertools
 import pickle
 import pickletools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+Recipe: TypeAlias = "Callable[[], Any] | None"
+"""Function that finds an object again; None if only its variable has the object."""
+IMPORT_MODULE: Any = cloudpickle.cloudpickle.subimport
+"""Function with which modules are unpickled."""
 
 
 class PickledParts:
@@ -35,6 +44,8 @@ class PickledParts:
         self._sizes = sizes
         self._lost: dict[int, str] = {}
         """Numbers in the memo that failed variables have taken, with the variable's name."""
+        self._recipes: dict[int, Callable[[], Any]] = {}
+        """Recipes for some of these numbers."""
         self._unpickler: Any = self._read_from(self._names[0], pickle.Unpickler) if sizes else None
 
     def load(self, name: str) -> Any:
@@ -62,16 +73,67 @@ class PickledParts:
 
     def _lost_part_of(self, name: str) -> str:
         """Return the failed variable of which `name` takes a part from the memo; empty if there is none."""
-        used = (self._lost.get(int(argument), "") for opcode, argument in self._opcodes(name) if opcode.endswith("GET"))
-        return next(filter(None, used), "")
+        used = [int(argument) for opcode, argument in self._opcodes(name) if opcode.endswith("GET")]
+        for number in self._recipes.keys() & used:
+            try:
+                self._unpickler.memo[number] = self._recipes.pop(number)()
+                del self._lost[number]
+            except Exception:  # such as a class of a module that no longer exists
+                continue
+        return next((self._lost[number] for number in used if number in self._lost), "")
 
     def skip(self, name: str) -> None:
-        """Continue after `name`, the next variable; its numbers in the memo are lost."""
+        """Continue after `name`, the next variable; its numbers in the memo are lost, but for those with a recipe."""
         at = self._names.index(name)
         first = sum(map(self._memoized, self._names[:at]))
         numbers = range(first, first + self._memoized(name))
         self._lost |= dict.fromkeys(numbers, name)
         if at + 1 < len(self._names):
             known = self._unpickler.memo.copy()
+            self._add_recipes(name, first, known)
             self._unpickler = self._read_from(self._names[at + 1], pickle._Unpickler)  # type: ignore[attr-defined]
             self._unpickler.memo = {n: None if n in self._lost else known[n] for n in range(numbers.stop)}  # not in C
+
+    def _add_recipes(self, name: str, first: int, known: Mapping[int, Any]) -> None:
+        """Add recipes for the objects of a failed variable, whose numbers in the memo begin with `first`."""
+        number, top = first, list[Recipe]()
+        for opcode, argument in self._opcodes(name):
+            if opcode == "MEMOIZE":
+                if top[-1] is not None:
+                    self._recipes[number] = top[-1]
+                number += 1
+            elif opcode.endswith("GET"):
+                is_lost = int(argument) in self._lost
+                top.append(self._recipes.get(int(argument)) if is_lost else partial(known.__getitem__, int(argument)))
+            elif opcode not in ("FRAME", "PROTO"):
+                _follow_opcode(top, opcode, argument)
+
+
+def _follow_opcode(top: list[Recipe], opcode: str, argument: Any) -> None:
+    """Follow an opcode with the recipes for the top of the stack; those below a value without a recipe are dropped."""
+    match opcode, top:
+        case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8", _:
+            top.append(partial(str, argument))
+        case "TUPLE1", [*_, item] if item is not None:
+            top[-1] = partial(_tuple_of, item)
+        case "STACK_GLOBAL", [*_, module, name] if module is not None and name is not None:
+            top[-2:] = [partial(_find_global, module, name)]
+        case "REDUCE", [*_, function, args] if function is not None and args is not None:
+            top[-2:] = [partial(_import_again, function, args)]
+        case _:
+            top[:] = [None]
+
+
+def _tuple_of(item: Callable[[], Any]) -> tuple[Any]:
+    return (item(),)
+
+
+def _find_global(module: Callable[[], str], name: Callable[[], str]) -> Any:
+    return pickle.Unpickler(io.BytesIO()).find_class(module(), name())
+
+
+def _import_again(function: Callable[[], Any], args: Callable[[], Any]) -> Any:
+    """Import a module as unpickling does; raises LookupError for the result of any other function."""
+    if function() is not IMPORT_MODULE:
+        raise LookupError
+    return IMPORT_MODULE(*args())
