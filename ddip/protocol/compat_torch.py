@@ -22,6 +22,7 @@ WRAPPERS = "DDP wrappers must be recreated after a fault"
 ITERATIONS = "an iteration interrupted by a failed cell is not detected"
 DEVICES = "a default device left by a stopped cell is not restored"
 WORKERS = "unused data loader workers delay the next cell"
+PERSISTENT_WORKERS = "after %dipload, loaders with persistent workers draw another random number"
 RPC = "torch.distributed.rpc is neither checked nor named when the group is rebuilt"
 FEATURES = {
     COUNTS: (
@@ -51,6 +52,7 @@ FEATURES = {
         "torch.utils._device.CURRENT_DEVICE",
     ),
     WORKERS: ("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL",),
+    PERSISTENT_WORKERS: ("torch.utils.data.dataloader._MultiProcessingDataLoaderIter",),
     RPC: (
         "torch.distributed.rpc.backend_registry._init_process_group",
         "torch.distributed.rpc.api._is_current_rpc_agent_set",

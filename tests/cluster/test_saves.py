@@ -1015,6 +1015,36 @@ def test_a_loader_with_persistent_workers_keeps_its_sampler(cells: ddip.Group, f
     cells.run("assert loader.sampler is sampler; sampler.set_epoch(1); assert len(list(loader)) == 4; del loader")
 
 
+WITH_WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+torch.manual_seed(rank)
+data = list(range(8))
+how = dict(batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+loaders = [DataLoader(data, **how), DataLoader(data, generator=torch.Generator().manual_seed(rank), **how)]
+unused, seen = DataLoader(data, **how), []
+def train(epochs):
+    for _ in range(epochs):
+        for loader in loaders: seen.extend((batch.tolist(), torch.rand(1).item()) for batch in loader)
+def facts(): return seen, [batch.tolist() for batch in unused], torch.rand(2).tolist()
+"""
+
+
+def test_numbers_continue_with_persistent_workers(warmed_up: None, folder: str) -> None:
+    with ddip.Group(2) as group:
+        group.run(f"{WITH_WORKERS}\ntrain(2)")
+        group.save(folder)
+        undisturbed = train_on(group)
+        for _ in range(2):  # also a save of workers that have not started again
+            report = group.load(folder)
+            assert [*report["not_loaded"]] == ["workers of loaders"]
+            group.save(folder)
+        assert train_on(group) == undisturbed
+    with ddip.Group(2) as group:
+        group.load(folder)
+        assert train_on(group) == undisturbed
+
+
 @pytest.mark.grid
 def test_a_wrapper_that_is_not_loaded_leaves_no_hooks(cells: ddip.Group, folder: str) -> None:
     setup = """

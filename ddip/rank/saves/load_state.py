@@ -39,6 +39,7 @@ from ddip.rank.saves.agreement import (
     reason_text,
 )
 from ddip.rank.saves.holders import find_holders
+from ddip.rank.saves.loader_workers import LOST
 from ddip.rank.saves.pickled_parts import PickledParts
 from ddip.rank.saves.save_pickler import Key, Keys, Loading, load_device
 from ddip.rank.saves.save_state import HEADER, STREAM, wait_for_background
@@ -179,6 +180,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     replaced = _Namespace(variables)
     asked = set[str]().union(*from_all(chosen))
     loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, set() if anyway else asked)
+    not_loaded |= {f"workers of {name}": LOST for name in source.header.get("with_workers", ()) if name in chosen}
     not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
     try:
         with _without_interrupts():  # a rank that has agreed to go on must not stop

@@ -35,6 +35,7 @@ from ddip.protocol.objects.pickling import Place, place_of
 from ddip.rank.inspection import kinds
 from ddip.rank.objects import reducers
 from ddip.rank.saves.imported import Origin, import_object
+from ddip.rank.saves.loader_workers import EndedWorkers, has_persistent_workers
 from ddip.sharded.layout import DTensor, Layout
 
 PARALLEL_SETTINGS = (
@@ -106,6 +107,8 @@ class SavePickler(pickling.Pickler):
         """DDP wrappers, which a load creates in this order on all ranks."""
         self.hooked: list[str] = []
         """Descriptions of hooks that are not saved."""
+        self.with_workers: list[str] = []
+        """Variables with loaders whose persistent workers a load starts again."""
         self.meshes: list[tuple[int, ...]] = []
         """Shapes of the device meshes, which a load creates in this order on all ranks."""
         self.leaves: list[tuple[Any, Keys]] = []
@@ -147,7 +150,10 @@ class SavePickler(pickling.Pickler):
             return make, args, (is_own, state), None, None, fill_sampler
         if isinstance(obj, DataLoader) and type(obj).__reduce_ex__ is object.__reduce_ex__ and "_iterator" in vars(obj):
             make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
-            return make, args, {**state, "_iterator": None}  # it starts its persistent workers again
+            had_workers = has_persistent_workers(obj)
+            if had_workers:
+                self.with_workers.append(self.name)
+            return make, args, {**state, "_iterator": EndedWorkers() if had_workers else None}
         if is_fully_sharded(obj):
             return self._reduce_fully_sharded(obj, keys)
         if keys:
@@ -210,9 +216,7 @@ class SavePickler(pickling.Pickler):
         if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
             state = _without_sharding(state)
         if isinstance(obj, torch.optim.Optimizer) and isinstance(state, dict):
-            is_plain = type(obj).__getstate__ is torch.optim.Optimizer.__getstate__
-            names = [name for name in vars(obj) if is_plain or name in pickling.OPTIMIZER_HOOKS]
-            rest = {name: vars(obj)[name] for name in names if name not in state and name != "step"}
+            rest = {name: value for name, value in vars(obj).items() if name not in state and name != "step"}
             return open_object, (keys, made[0], made[1]), (keys, state, rest), None, None, fill_optimizer
         return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
@@ -532,7 +536,7 @@ def _set_state(obj: Any, state: Any) -> None:
 def _try_state(obj: Any, state: Any) -> None:
     """Raise now what a class of the user's raises for a state, before anything in the session changes."""
     set_state = getattr(type(obj), "__setstate__", None)
-    if set_state is not None and not str(set_state.__module__).startswith("torch."):
+    if set_state is not None and not str(getattr(set_state, "__module__", "")).startswith("torch."):
         set_state(object.__new__(type(obj)), {**state} if isinstance(state, dict) else state)
 
 

@@ -109,6 +109,7 @@ def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
         "sums": ranks[dist.get_rank()].sums,
         "places": packed.pickler.places,
         "buckets": buckets,
+        "with_workers": packed.pickler.with_workers,
         "generators": generators,
         "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.CARRIED},
     }
