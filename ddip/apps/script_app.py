@@ -30,7 +30,7 @@ def use_app(name: str, device: torch.device) -> None:
 
 
 def begin_cell(number: int, ranks: Sequence[int] = ()) -> None:
-    """Begin the code of cell `number`, as the session did before it ran the cell on `ranks`; empty means all."""
+    """Prepare this process for the code of cell `number`, as the session did on `ranks`; empty means all."""
     global _in_cell
     if _in_cell:
         _call_if_defined("end_cell", None)

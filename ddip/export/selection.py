@@ -151,7 +151,10 @@ def _chosen_events(session: Session, choice: Choice) -> list[Execution | Push]:
 
 
 def _translate_cells(events: Sequence[Execution | Push], session: Session) -> dict[int, list[Statement]]:
-    """Return the statements of each execution on ranks, by its identity; ``import *`` imports the names in use."""
+    """Return the statements of each execution on ranks, by its identity.
+
+    ``import *`` becomes imports of the names in use.
+    """
     cells = [event for event in events if isinstance(event, Execution) and event.ranks is not None]
     translated = {id(cell): translation.translate_cell(cell.code) for cell in cells}
     used = {name for found in translated.values() for statement in found for name in statement.names.everything}

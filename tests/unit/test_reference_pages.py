@@ -19,8 +19,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PACKAGE = Path(ddip.__file__).parent
 VARIABLE = r"[A-Z][A-Z0-9]+(?:_[A-Z0-9]*)+|RANK|PYTHONPATH|IPYTHONDIR|PYTHONHASHSEED"
 NO_VARIABLES = {"CURRENT_DEVICE", "DEFAULT_PROGRESS_CALLBACK", "GLOO_WAITS", "IPY_MODEL_", "KW_ONLY"}
-OPERATIONS = ("LOAD_", "CALL_", "POP_", "PRINT_", "RETURN_", "SC_")
-"""Prefixes of Python's opcodes, and of names for ``os.sysconf``."""
+OPERATIONS = ("LOAD_", "CALL_", "POP_", "PRINT_", "RETURN_", "SC_", "STACK_", "SHORT_")
+"""Prefixes of opcodes of Python and of pickle, and of names for ``os.sysconf``."""
 
 
 def variables_in_code() -> Iterator[str]:

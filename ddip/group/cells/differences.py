@@ -136,7 +136,7 @@ class Differences:
         return bool(self._reported)
 
     def still_differing(self) -> list[str]:
-        """Return the variables with reported differences that still exist. Compares the ranks if there may be any.
+        """Compare the ranks if differences were reported; return the variables that still differ.
 
         Raises RequestFailed and RequestInterrupted.
         """
@@ -259,8 +259,9 @@ class Differences:
         return CheckTable(rows, max(answer["objects"] for answer in answers), size, by_design)
 
     def report_missing(self, new: Sequence[int], source: int) -> None:
-        """Print which variables the `new` ranks lack, and what to type; `source`: rank from which the user copies.
+        """Print which variables the `new` ranks lack, and what to type.
 
+        `source`: rank from which the user copies.
         Raises RequestFailed or RequestInterrupted.
         """
         if new:

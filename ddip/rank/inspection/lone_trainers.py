@@ -75,9 +75,9 @@ def find_lone_trainers() -> Iterator[tuple[str, Advice]]:
 
 
 def report_lone_trainers(error: BaseException | None) -> None:
-    """Print a notice about trainers that have trained alone, once for each app. Called after each cell without an app.
+    """Print a notice about trainers that have trained alone, once for each app.
 
-    Only the first rank prints, after a cell without an `error` on all ranks.
+    Called after each cell without an app. Only the first rank prints, after a cell without an `error` on all ranks.
     """
     modules = sys.modules.keys() & {path for app, path, _, _ in KINDS if app not in _noticed}
     if error is not None or not modules or not current.is_everywhere() or dist.get_rank() or dist.get_world_size() == 1:

@@ -332,20 +332,20 @@ def _dump_entries(entries: Sequence[tuple[Any, ...]], common: _CommonObjects, pl
     Entries that cannot be pickled are added to ``plan.refused`` instead.
     """
     try:
-        return _dump(list(entries), common)
+        return _pickle_value(list(entries), common)
     except Exception:
         good = []
         for entry in entries:
             try:
-                _dump(entry, common)
+                _pickle_value(entry, common)
                 good.append(entry)
             except Exception as error:
                 path = entry[0] if len(entry) == 2 else _path_at(*entry[:3])
                 plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
-        return _dump(good, common)
+        return _pickle_value(good, common)
 
 
-def _dump(value: Any, common: _CommonObjects) -> bytes:
+def _pickle_value(value: Any, common: _CommonObjects) -> bytes:
     file = io.BytesIO()
     _Pickler(file, common).dump(value)
     return file.getvalue()

@@ -22,9 +22,10 @@ def variable_names(beginning: str) -> list[str]:
 
 
 def exported_names(modules: list[str]) -> dict[str, dict[str, str]]:
-    """Return the names that ``from module import *`` binds, for each of `modules` that this rank has imported.
+    """Return the names that ``from module import *`` binds, by module.
 
-    The value of a name is the path of the module that it is; empty for other objects.
+    `modules`: paths; those that this rank has not imported are left out. The value of a name is the path of the module
+    that it is, and empty for other objects.
     """
     found = {}
     for path in modules:

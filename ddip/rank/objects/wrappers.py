@@ -130,7 +130,7 @@ def retire_all() -> int:
 
 
 def forget_lost_objects() -> list[str]:
-    """Mark all retired wrappers as reported to the user; return the variables that are or contain unusable ones."""
+    """Mark all retired wrappers as reported to the user; return the variables with unusable ones."""
     lost = {id(wrapper) for wrapper in list(_unreported) if is_lost(wrapper)}
     _unreported.clear()
     modules = {n: v for n, v in list(user_namespace().items()) if issubclass(type(v), torch.nn.Module)}
