@@ -129,8 +129,6 @@ class Saves:
         due, end = self.schedule, time.monotonic() + seconds
         if due is None:
             return False
-        if not self._runs_cells and self._is_held(due["folder"]):
-            return False
         if self._runs_cells:
             ranks, before = self._lifecycle.parts.ranks, self.status()["warned"]
             ranks.call_on_control_channel(ranks.live, on_rank.request_save(), seconds=ANSWER_SECONDS)
@@ -140,6 +138,8 @@ class Saves:
                 time.sleep(POINT_SECONDS)
             if self._runs_cells:
                 return False
+        if self._is_held(due["folder"]):
+            return False
         self.save(due["folder"], due["names"], background=False)
         return True
 
