@@ -29,13 +29,16 @@ def use_app(name: str, device: torch.device) -> None:
     _call_if_defined("prepare")
 
 
-def begin_cell(number: int, ranks: Sequence[int] = ()) -> None:
-    """Prepare this process for the code of cell `number`, as the session did on `ranks`; empty means all."""
+def begin_cell(number: int, ranks: Sequence[int] = (), part: int = 1) -> None:
+    """Prepare this process for the code of cell `number`, as the session did on `ranks`; empty means all.
+
+    `part`: number of the part, if the cell has run code on different ranks.
+    """
     global _in_cell
     if _in_cell:
         _call_if_defined("end_cell", None)
     _in_cell = True
-    current.begin_cell(f"cell {number}", [*(ranks or range(dist.get_world_size()))], False, None)
+    current.begin_cell(f"cell {number}.{part}", [*(ranks or range(dist.get_world_size()))], False, None)
     _call_if_defined("begin_cell")
 
 

@@ -227,6 +227,7 @@ REFUSED_IMPORTS = {
 
 def find_problem(node: ast.AST) -> str:
     """Return the reason why a script cannot repeat a statement; empty if none is known."""
+    bases = {id(inner.value) for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
     for inner in ast.walk(node):
         match inner:
             case ast.Name("get_ipython"):
@@ -237,8 +238,10 @@ def find_problem(node: ast.AST) -> str:
                 name in ENDS
             ):
                 return f"{name}() ends a script"
-            case ast.Import(names=[ast.alias("ddip", None)]):
+            case ast.Import(names=[ast.alias("ddip", None)]) if inner is node:
                 pass  # `translation` replaces it
+            case ast.Name("ddip", ast.Load()) if id(inner) not in bases:
+                return REFUSED_IMPORTS["ddip"]
             case ast.Attribute(value=ast.Name("ddip"), attr=name) if name != "save_point":
                 return REFUSED_IMPORTS["ddip"]
             case ast.Import(names=aliases):

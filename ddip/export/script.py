@@ -12,6 +12,7 @@ import math
 import shlex
 import textwrap
 import tokenize
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ddip.errors import ranks_text
@@ -378,6 +379,7 @@ def _main_text(
     own_rank = "torch.distributed.get_rank()" if is_assigned else "rank"
     lines: list[str] = []
     former = 0
+    parts_of: Counter[int] = Counter()
     rest = [part for part in plan.parts if id(part) not in layout.hoisted]
     for _, group in itertools.groupby(rest, key=_block_of):
         parts = list(group)
@@ -399,12 +401,14 @@ def _main_text(
         ranks = first.ranks
         where = f" on {ranks_text(ranks)}" if ranks is not None else ""
         lines += [""] if former == first.number else ["", f"# cell {first.number}{where}"]
-        begins = begins_cells and former != first.number
         former = first.number
         texts = [_step_text(step, step is steps[-1], options if step.number in has_options else None) for step in steps]
         body = "\n".join(texts).strip("\n")
-        if begins:
-            body = f"begin_cell({first.number}{f', {ranks}' if ranks else ''})\n" + body
+        if begins_cells:
+            parts_of[first.number] += 1
+            more = f", {ranks or ()}" if ranks or parts_of[first.number] > 1 else ""
+            more += f", part={parts_of[first.number]}" if parts_of[first.number] > 1 else ""
+            body = f"begin_cell({first.number}{more})\n" + body
         if ranks is not None:
             body += "" if any(step.statement.node for step in steps) else "\npass"
             body = f"if {own_rank} {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)

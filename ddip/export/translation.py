@@ -168,7 +168,7 @@ def import_used(star: Statement, exports: Mapping[str, str], used: Set[str]) -> 
     names = [name for name in sorted(exports.keys() & used) if not exports[name]]
     modules = {name: exports[name] for name in sorted(exports.keys() & used) if exports[name]}
     lines = [f"import {path}" if path == name else f"import {path} as {name}" for name, path in modules.items()]
-    lines += [f"from {star.star} import {', '.join(names)}" if names else f"import {star.star}"]
+    lines += [f"from {star.star} import {', '.join(names)}" if names else f"__import__({star.star!r})"]
     return [_plain_statement(line) for line in lines]
 
 

@@ -7,12 +7,13 @@ in threads       ranks write a save in the background; the notebook asks how it 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Sequence
 
-from ddip.errors import GroupError, TransferError
+from ddip.errors import GroupError, RequestFailed, TransferError
 from ddip.group.lifecycle import Lifecycle
 from ddip.output.area import notify, stop_name
 from ddip.protocol import on_rank
@@ -32,7 +33,13 @@ REPLACED = (
 
 HELD = "saves to {folder} wait, and the former save stays: {why}"
 TORN = "a cell has failed; they continue after the next cell that succeeds on all ranks"
-DIFFER = "the ranks differ in {names}; %dipsync copies rank 0's values, and %dipload {folder} loads the former save"
+DIFFER = (
+    "the ranks differ in {names}; %dipsync copies rank 0's values, %dipload {folder} loads the former save, and "
+    "--every again saves each rank's own values"
+)
+UNKNOWN = "the ranks could not be compared"
+LOOK_SECONDS = 5.0
+"""Least time between two comparisons of the ranks while saves wait."""
 SAVED_DIFFERING = "the ranks differ in {names} since a fault, and the save has each rank's own values"
 
 
@@ -46,6 +53,8 @@ class Saves:
         """Engines and PIDs of the ranks for which the schedule was made."""
         self._held = ""
         """Reason why saves by schedule wait, as it was last printed; empty if they do not wait."""
+        self._looked_at = 0.0
+        """Time of the last comparison after which saves wait; 0 if the next one must not wait."""
         self._saved_at = 0.0
         self._writes = False
         """True while a save in the background may not be complete."""
@@ -60,23 +69,47 @@ class Saves:
         return self._schedule
 
     def add_schedule(self, asked: CellOptions) -> None:
-        """Add the schedule to the options of a cell, unless the ranks may differ since a fault."""
-        if (schedule := self.schedule) is not None and not self._lifecycle.parts.differences.has_reported:
-            asked["saves"] = schedule
+        """Add the schedule to the options of a cell, unless the ranks differ since a fault.
+
+        The caller holds the group's `turn`, and the ranks of the cell are ready for it.
+        """
+        if (schedule := self.schedule) is None:
+            return
+        if self._lifecycle.parts.differences.is_unsettled and (self._runs_cells or self._is_held(schedule["folder"])):
+            return
+        asked["saves"] = schedule
 
     @property
     def _engines(self) -> list[tuple[int, int]]:
         return [(member.engine, member.pid) for member in self._lifecycle.parts.ranks.members]
 
     def _is_held(self, folder: str) -> bool:
-        """Return True if a fault may have left the ranks within a step, or different; print why if it is new."""
+        """Return True if the ranks differ since a fault, or could not be compared; print why if it is new."""
+        try:
+            names = self._lifecycle.parts.differences.still_differing()
+            why = DIFFER.format(names=", ".join(names), folder=folder) if names else ""
+        except RequestFailed:
+            log.debug("the ranks could not be compared", exc_info=True)
+            why = UNKNOWN
+        return self._hold(folder, why)
+
+    def _must_wait(self, folder: str) -> bool:
+        """Return True if no save may be taken now: ranks may be within a step, different, or not idle."""
         with self._lifecycle.turn:
-            differences = self._lifecycle.parts.differences
-            names = differences.still_differing()
-            why = DIFFER.format(names=", ".join(names), folder=folder) if names else TORN if differences.is_torn else ""
+            parts = self._lifecycle.parts
+            if self._runs_cells or parts.ranks.ended or parts.cells.stuck:
+                return True
+            if parts.differences.is_torn:
+                return self._hold(folder, TORN)
+            if self._held and time.monotonic() - self._looked_at < LOOK_SECONDS:
+                return True
+            return self._is_held(folder)
+
+    def _hold(self, folder: str, why: str) -> bool:
+        """Note why saves wait, empty if they do not, and print it if it is new; return True if they wait."""
         if why and why != self._held:
             notify(HELD.format(folder=folder, why=why))
-        self._held = why
+        self._held, self._looked_at = why, 0.0 if why in ("", TORN) else time.monotonic()
         return bool(why)
 
     @property
@@ -88,13 +121,18 @@ class Saves:
         with self._lifecycle.turn:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             self._writes = background
-            if differing := self._lifecycle.parts.differences.still_differing():
-                notify(SAVED_DIFFERING.format(names=", ".join(differing)))
+            self._report_differing()
             call = on_rank.save_variables(_whole_path(folder), list(names), background)
             report = self._lifecycle.parts.manager.ask_together(call)[0]
         if report["error"]:
             raise TransferError(f"nothing was saved: {report['error']}")
         return report
+
+    def _report_differing(self) -> None:
+        """Print which variables differ since a fault, as a save is about to be taken."""
+        with contextlib.suppress(RequestFailed):
+            if names := self._lifecycle.parts.differences.still_differing():
+                notify(SAVED_DIFFERING.format(names=", ".join(names)))
 
     def load(self, folder: str, names: Sequence[str], anyway: bool) -> LoadReport:
         """Load saved variables into all ranks."""
@@ -102,15 +140,23 @@ class Saves:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
             report = self._lifecycle.parts.manager.ask_together(call)[0]
-            self._lifecycle.parts.differences.still_differing()  # forgets what is equal now
+            if not report["error"] and not names:
+                self._lifecycle.parts.differences.settle()
         if report["error"]:
             raise TransferError(f"nothing was loaded: {report['error']}")
+        self._looked_at = 0.0
         return report
 
     def save_every(self, seconds: float | None, folder: str, names: Sequence[str]) -> None:
         """Begin a schedule of saves, or end it for None."""
-        self._schedule = None
+        self._schedule, self._held = None, ""
         if seconds is not None:
+            with self._lifecycle.turn:
+                if not self._runs_cells and not self._lifecycle.parts.ranks.ended:
+                    self._report_differing()
+                    with contextlib.suppress(RequestFailed):  # then the next cell does it
+                        self._lifecycle.parts.ranks.ask(range(self._lifecycle.size), on_rank.watch_warnings())
+                self._lifecycle.parts.differences.settle()
             self._schedule = {"folder": _whole_path(folder), "names": list(names), "seconds": seconds}
         self._saved_at, self._scheduled_ranks = time.monotonic(), self._engines
 
@@ -119,7 +165,7 @@ class Saves:
         due = self.schedule
         if due is None or time.monotonic() - self._saved_at < due["seconds"] or self._runs_cells:
             return None
-        if self._is_held(due["folder"]):
+        if self._must_wait(due["folder"]):
             return None
         self._saved_at = time.monotonic()
         return self.save(due["folder"], due["names"], background=True)
@@ -138,7 +184,7 @@ class Saves:
                 time.sleep(POINT_SECONDS)
             if self._runs_cells:
                 return False
-        if self._is_held(due["folder"]):
+        if self._must_wait(due["folder"]):
             return False
         self.save(due["folder"], due["names"], background=False)
         return True

@@ -147,7 +147,8 @@ class ExportMagics(GroupMagics):
             group.lifecycle.ensure_ready_for_cell()
             facts = group.ranks.ask(range(group.world_size), on_rank.start_facts())
             events = self._executions.list_events(history)
-            stars = {module for event in events if isinstance(event, Execution) for module in STAR.findall(event.code)}
+            ran = [event for event in events if isinstance(event, Execution) and event.ranks and not event.failure]
+            stars = {module for execution in ran for module in STAR.findall(execution.code)}
             (exports,) = group.ranks.ask([0], on_rank.exported_names(sorted(stars)))
         problems = [change.text for change in history.changes if change.resizes]
         if history.is_cut:

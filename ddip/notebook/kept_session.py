@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddip.cluster.processes import ownership, preload_client, processes
@@ -151,7 +152,6 @@ class KeptSession:
         """The settings that the keeper has."""
         self._link = KeeperLink(kept, kept_folder.holder_text(preload_client.notebook_name(), os.getpid()))
         self._replaced: dict[tuple[str, str], Any] = {}
-        self._passes_on = False
         try:
             if is_new:
                 self._link.show_records({})
@@ -169,8 +169,11 @@ class KeptSession:
     def _pass_on_warnings(self) -> None:
         """Pass SIGUSR1, a scheduler's warning, on to the keeper, where ``%dipsave --every`` handles it."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, lambda number, _: os.kill(self.kept.pid, number))
-            self._passes_on = True
+            signal.signal(signal.SIGUSR1, self._pass_on)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the keeper has ended
+            os.kill(self.kept.pid, number)
 
     # -- magics
 
@@ -307,7 +310,8 @@ class KeptSession:
     def _leave(self, tell: Callable[[], object]) -> None:
         atexit.unregister(self.detach)
         self._restore_magics()
-        if self._passes_on and threading.current_thread() is threading.main_thread():
+        is_ours = signal.getsignal(signal.SIGUSR1) == self._pass_on
+        if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         try:
             with contextlib.suppress(GroupError):

@@ -137,6 +137,10 @@ def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> lis
 def start_facts() -> tuple[int, int, str, list[str]]: ...
 
 
+@remote("saves.points.watch_warnings", "saving the variables")
+def watch_warnings() -> None: ...
+
+
 @remote("objects.names.exported_names", "looking for names")
 def exported_names(modules: list[str]) -> dict[str, dict[str, str]]: ...
 

@@ -1143,8 +1143,9 @@ def test_a_notebook_saves_before_sigterm_ends_it(new_notebook: Callable[[], Note
 def test_a_warning_to_all_processes_ends_none(new_notebook: Callable[[], Notebook], cells: ddip.Group) -> None:
     """A scheduler may send SIGUSR1 to all processes of a job."""
     notebook = new_notebook()
-    notebook.ok("%load_ext ddip\n%makedip -n 2\n%dipsave run1 --every 1h")
+    notebook.ok("%load_ext ddip\n%makedip -n 2")
     notebook.ok("%%dip\nstep = 5")
+    notebook.ok("%dipsave run1 --every 1h")
     processes = family_of(notebook.pid)
     assert len(processes) >= 4  # the ranks, the controller and the preload process
     for process in processes:

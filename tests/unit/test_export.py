@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 import types
@@ -283,6 +284,23 @@ def test_the_script_imports_the_app_that_its_cells_need(app: str | None, code: s
     assert ("if rank == 1:\n        begin_cell(3, (1,))\n" in text) == is_imported
 
 
+def test_an_app_is_notified_of_each_change_of_ranks_in_a_cell() -> None:
+    cells = [Execution(2, "import h\nh.a()", EVERYONE), Execution(2, "h.b()", (0,)), Execution(2, "h.c()", EVERYONE)]
+    session = Session((5, 6), app="fastai", events=tuple(cells))
+    choice = Choice()
+    body = main_of(script.write_script(selection.plan_script(session, choice), session, choice, "x.py"))
+    assert re.findall(r"begin_cell\(.*\)", body) == [
+        "begin_cell(2)",
+        "begin_cell(2, (0,), part=2)",
+        "begin_cell(2, (), part=3)",
+    ]
+
+
+@pytest.mark.parametrize("code", ["def f():\n    import ddip", "x = ddip", "if x:\n    import ddip"])
+def test_ddip_is_refused_elsewhere_than_at_a_save_point(code: str) -> None:
+    assert any("ddip's functions" in refusal for refusal in refusals_of("import ddip\nx = 1", code))
+
+
 def test_import_star_imports_the_names_in_use() -> None:
     names = {"rand": "", "zeros": "", "np": "numpy", "nn": "torch.nn", "math": "math", "rank": ""}
     cells = (Execution(1, "from torch import *", EVERYONE), Execution(2, "print(rand(2), np.pi, math.pi)", EVERYONE))
@@ -291,6 +309,10 @@ def test_import_star_imports_the_names_in_use() -> None:
     assert plan.refusals == []
     imports = [step.statement.text for step in plan.steps if step.number == 1]
     assert imports == ["import math", "import numpy as np", "from torch import rand"]
+    cells = (Execution(1, "from a.b import *", EVERYONE), Execution(2, "print(np.pi)", EVERYONE))
+    plan = selection.plan_script(Session((5, 6), events=cells, exports={"a.b": {"np": "numpy"}}), Choice())
+    imports = [step.statement.text for step in plan.steps if step.number == 1]
+    assert imports == ["import numpy as np", "__import__('a.b')"]
 
 
 def test_import_star_of_an_unknown_module_is_refused() -> None:

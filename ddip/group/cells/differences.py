@@ -111,6 +111,8 @@ class Differences:
         """Names of the cells that have failed since the last comparison."""
         self._reported: set[int] = set()
         """Hashes of paths that were reported to the user, until they are equal again."""
+        self._unsettled: set[int] = set()
+        """Hashes of paths that a fault has left different, as long as they may still differ."""
         self._cut_reported = self._has_trained = False
         self.is_torn = False
         """True from a fault until a cell on all ranks has succeeded: the fault may have come within a step."""
@@ -131,21 +133,26 @@ class Differences:
         return bool(self._failed)
 
     @property
-    def has_reported(self) -> bool:
-        """True if reported differences may still exist."""
-        return bool(self._reported)
+    def is_unsettled(self) -> bool:
+        """True if the ranks may still differ since a fault."""
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """Take the present state of the ranks as intended, such as after a load of all variables."""
+        self._unsettled.clear()
+        self.is_torn = False
 
     def still_differing(self) -> list[str]:
-        """Compare the ranks if differences were reported; return the variables that still differ.
+        """Compare the ranks if a fault has left them different; return the variables that still differ.
 
         Raises RequestFailed and RequestInterrupted.
         """
-        if not self._reported:
+        if not self._unsettled:
             return []
         found = self._compare([])
-        self._reported.intersection_update(found.hashes)
-        of_reported = zip(found.differences, found.hashes, strict=False)  # further hashes have no description
-        return sorted({variable_of(one.owner) for one, number in of_reported if number in self._reported})
+        self._unsettled.intersection_update(found.hashes)
+        described = zip(found.differences, found.hashes, strict=False)  # further hashes have no description
+        return sorted({variable_of(one.owner) for one, number in described if number in self._unsettled})
 
     def report_fault(self) -> None:
         """Compare all ranks after a fault, and print the differences; wait for the ranks, which must be idle.
@@ -162,6 +169,7 @@ class Differences:
             notify(f"the ranks could not be compared after the fault ({error}); %dipcheck tries again")
             return
         self._reported.update(found.hashes)
+        self._unsettled.update(found.hashes)
         text = fault_text(found, len(self._ranks.members))
         if not text and found.first_cell and self._has_trained:
             text = f"{NO_HISTORY}; %dipcheck compares the rest"
@@ -193,7 +201,7 @@ class Differences:
         reports = self._ask_all(on_rank.hash_variables(cells, after_fault))
         broken, others, first = broken_paths(reports)
         self._reported.intersection_update([*broken, *others])
-        broken += [path for path in self._reported if others.pop(path, None) is not None]
+        broken += [path for path in self._reported | self._unsettled if others.pop(path, None) is not None]
         found = Findings(first_cell=first, is_cut=any(report["is_cut"] for report in reports))
         if broken or others:
             described = self._ask_all(on_rank.describe_paths([*broken, *others][:MOST_PATHS]))

@@ -49,7 +49,7 @@ def find_advice(names: list[str], size: int) -> AdviceReport:
     found = [*_optimizer_advice(walk), *_module_advice(walk), *_sampler_advice(walk)]
     if size > 1:
         found += _loader_advice(walk)
-        found += [advice for _, advice in find_lone_trainers()]
+        found += [advice for *_, advice in find_lone_trainers()]
     selected = [entry for entry in found if not names or variable_of(entry["path"]) in names]
     checked_names = walk.names.intersection(names) if names else walk.names
     generators = (

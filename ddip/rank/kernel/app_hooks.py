@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ddip.rank.inspection.lone_trainers import report_lone_trainers
+from ddip.rank.inspection import lone_trainers
 from ddip.rank.runtime import stacks, tracebacks
 
 before: Callable[[], None] | None = None
 """Hook to call before each cell; None if no app is prepared or the app has no such hook."""
-after: Callable[[BaseException | None], None] | None = report_lone_trainers
+after: Callable[[BaseException | None], None] | None = lone_trainers.report_lone_trainers
 """Hook to call after each cell with the cell's error, or None if there was no error."""
 
 
@@ -27,6 +27,7 @@ def prepare_app(module: str) -> None:
     """Set up the app in `module` after this rank has joined the group, and install its cell hooks."""
     global before, after
     _call_if_defined(module, "prepare")
+    lone_trainers.has_app = True
     app = sys.modules[module]
     before, after = getattr(app, "begin_cell", None), getattr(app, "end_cell", None)
 
@@ -39,7 +40,7 @@ def notify_app_rejoined(module: str) -> None:
 def release_app(module: str) -> None:
     """Remove the app's cell hooks and call its `release`, which cleans up when its use of the group ends."""
     global before, after
-    before, after = None, report_lone_trainers
+    before, after, lone_trainers.has_app = None, lone_trainers.report_lone_trainers, False
     _call_if_defined(module, "release")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -27,12 +28,15 @@ def exported_names(modules: list[str]) -> dict[str, dict[str, str]]:
     `modules`: paths; those that this rank has not imported are left out. The value of a name is the path of the module
     that it is, and empty for other objects.
     """
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for path in modules:
         if (module := sys.modules.get(path)) is not None:
             names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-            objects = {name: getattr(module, name, None) for name in names}
-            found[path] = {name: obj.__name__ if isinstance(obj, ModuleType) else "" for name, obj in objects.items()}
+            found[path] = {}
+            for name in names:
+                with contextlib.suppress(Exception):  # a lazy module may raise anything; the import would have failed
+                    obj = getattr(module, name)
+                    found[path][name] = obj.__name__ if isinstance(obj, ModuleType) else ""
     return found
 
 

@@ -7,8 +7,10 @@ variables that use another of these numbers fail as well, because they hold a pa
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
+import operator
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +131,7 @@ def _tuple_of(item: Callable[[], Any]) -> tuple[Any]:
 
 
 def _find_global(module: Callable[[], str], name: Callable[[], str]) -> Any:
-    return pickle.Unpickler(io.BytesIO()).find_class(module(), name())
+    return operator.attrgetter(name())(importlib.import_module(module()))
 
 
 def _import_again(function: Callable[[], Any], args: Callable[[], Any]) -> Any:

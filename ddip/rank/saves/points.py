@@ -99,13 +99,14 @@ def begin_cell(schedule: SaveSchedule | None) -> None:
         return
     if _plan is None or _plan.schedule != schedule:
         _plan = _Plan(schedule)
-        _watch_signal()
+        watch_warnings()
     _plan.calls, _plan.next_check, _plan.checked_calls = 0, 1, 0
 
 
-def _watch_signal() -> None:
-    """Request a save when this process gets SIGUSR1, unless the user has a handler for it."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+def watch_warnings() -> None:
+    """Request a save when this process gets SIGUSR1, unless the user has a handler for it; do nothing between cells."""
+    is_free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
+    if threading.current_thread() is threading.main_thread() and is_free:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGUSR1, _note_warning)
 

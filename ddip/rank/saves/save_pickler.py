@@ -14,6 +14,7 @@ A load unpickles within a `Loading`, which has the loaded slots and the existing
 from __future__ import annotations
 
 import contextvars
+import copy
 import copyreg
 import functools
 import inspect
@@ -537,7 +538,9 @@ def _try_state(obj: Any, state: Any) -> None:
     """Raise now what a class of the user's raises for a state, before anything in the session changes."""
     set_state = getattr(type(obj), "__setstate__", None)
     if set_state is not None and not str(getattr(set_state, "__module__", "")).startswith("torch."):
-        set_state(object.__new__(type(obj)), {**state} if isinstance(state, dict) else state)
+        if isinstance(state, dict):  # the trial must not change the lists of the state
+            state = {name: copy.copy(v) if isinstance(v, list | dict | set) else v for name, v in state.items()}
+        set_state(object.__new__(type(obj)), state)
 
 
 def _fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
