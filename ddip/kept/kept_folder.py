@@ -124,7 +124,9 @@ def find_kept(typed: str) -> KeptGroup:
 
 
 def holder_text(notebook: str, pid: int) -> str:
-    """Return the kernel with this PID as text for users of other kernels; `notebook`: its name, or ``pid`` and the PID.
+    """Return the kernel with this PID as text for users of other kernels.
+
+    `notebook`: its name, or ``pid`` and the PID.
 
     >>> holder_text("train.ipynb", 24), holder_text("pid 24", 24)
     ('the kernel of train.ipynb (PID 24)', 'the kernel with PID 24')

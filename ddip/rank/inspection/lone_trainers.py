@@ -63,7 +63,7 @@ KINDS: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
 
 
 def find_lone_trainers() -> Iterator[tuple[str, Any, int, Advice]]:
-    """Yield each trainer that has trained alone: the app that it needs, the object, its steps, and what to do."""
+    """Yield each trainer that has trained alone, as (app that it needs, trainer, steps, what to do)."""
     found = [
         (app, getattr(sys.modules[path], name, None), steps) for app, path, name, steps in KINDS if path in sys.modules
     ]
@@ -87,8 +87,11 @@ def report_lone_trainers(error: BaseException | None) -> None:
         return
     is_common = error is None and current.is_everywhere() and dist.get_world_size() > 1 and dist.get_rank() == 0
     for app, trainer, steps, advice in find_lone_trainers():
-        has_trained = steps > _steps.get(trainer, 0)
-        _steps[trainer] = steps
+        try:
+            has_trained = steps > _steps.get(trainer, 0)
+            _steps[trainer] = steps
+        except TypeError:  # a subclass that cannot be hashed
+            continue
         if has_trained and is_common and app not in _noticed:
             _noticed.add(app)
             print(NOTICE.format(kind=type(trainer).__name__, **advice))

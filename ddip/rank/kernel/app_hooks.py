@@ -13,7 +13,7 @@ from ddip.rank.runtime import stacks, tracebacks
 before: Callable[[], None] | None = None
 """Hook to call before each cell; None if no app is prepared or the app has no such hook."""
 after: Callable[[BaseException | None], None] | None = lone_trainers.report_lone_trainers
-"""Hook to call after each cell with the cell's error, or None if there was no error."""
+"""Hook to call after each cell with the cell's error, or None if there was no error; without an app, ddip's own."""
 
 
 def _call_if_defined(module: str, function: str, *args: Any) -> None:

@@ -369,7 +369,7 @@ def leave_group() -> LeaveReport:
 
 
 def forget_lost_objects() -> list[str]:
-    """Clear the lost objects, which are reported to the user now; return the variables with unusable wrappers."""
+    """Clear the lost objects, as they are reported now; return the variables with unusable wrappers."""
     global _lost
     _lost = NOTHING_LOST
     return wrappers.forget_lost_objects()

@@ -54,7 +54,7 @@ def do_on_all(step: Callable[[], T]) -> T:
 
 
 def ensure_visible(version: str) -> None:
-    """Raise AgreedError if a rank does not see the folder of a version that rank 0 has created or found; a collective.
+    """Raise AgreedError on all ranks if one does not see the folder of a version. A collective.
 
     If rank 0 does not see it any more either, another session has removed it.
     """

@@ -14,7 +14,7 @@ from ddip.rank.inspection.walk import Path, Walk, variables_of
 
 
 def find_holders(replaced: list[Any], variables: Mapping[str, Any], loaded: Collection[str]) -> list[str]:
-    """Return the names of all `variables` that hold an object of `replaced`, a part of it, or a view of its memory.
+    """Return the names of `variables` that hold a `replaced` object, a part of it, or its memory.
 
     `loaded`: names of the variables that the load has filled or set, which are not returned. Memory that they still
     use is not replaced.
@@ -50,15 +50,15 @@ class _ObjectGraph:
 
     def parts_of(self, names: Collection[str]) -> set[Path]:
         """Return the paths of the variables `names` and of all objects that they reach."""
-        return _reach([self._first_paths[name] for name in names if name in self._first_paths], self._parts)
+        return _find_reached([self._first_paths[name] for name in names if name in self._first_paths], self._parts)
 
     def variables_with(self, paths: list[Path]) -> set[str]:
         """Return the variables that reach an object at one of `paths`."""
-        holders = _reach(paths, self._holders)
+        holders = _find_reached(paths, self._holders)
         return {name for name, path in self._first_paths.items() if path in holders}
 
 
-def _reach(paths: Iterable[Path], links: Mapping[Path, list[Path]]) -> set[Path]:
+def _find_reached(paths: Iterable[Path], links: Mapping[Path, list[Path]]) -> set[Path]:
     """Return `paths` and all that `links` lead to from them."""
     found, queue = set(paths), [*paths]
     while queue:

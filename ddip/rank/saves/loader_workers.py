@@ -18,7 +18,7 @@ LOST = "they start again, and draw other random numbers, such as for augmentatio
 
 
 class EndedWorkers:
-    """Stands for the iterator of a loader until the next epoch, for which ``DataLoader.__iter__`` resets it."""
+    """Stands for the iterator of a loader until ``DataLoader.__iter__`` resets it for the next epoch."""
 
     def _reset(self, loader: Any) -> None:
         """Replace this object in `loader` by a new iterator with new workers."""

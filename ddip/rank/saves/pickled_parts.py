@@ -112,7 +112,10 @@ class PickledParts:
 
 
 def _follow_opcode(top: list[Recipe], opcode: str, argument: Any) -> None:
-    """Follow an opcode with the recipes for the top of the stack; those below a value without a recipe are dropped."""
+    """Follow an opcode with the recipes for the `top` of the stack.
+
+    Those below a value without a recipe are dropped.
+    """
     match opcode, top:
         case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8", _:
             top.append(partial(str, argument))

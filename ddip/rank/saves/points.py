@@ -104,7 +104,7 @@ def begin_cell(schedule: SaveSchedule | None) -> None:
 
 
 def watch_warnings() -> None:
-    """Request a save when this process gets SIGUSR1, unless the user has a handler for it; do nothing between cells."""
+    """Let SIGUSR1 request a save while a cell runs, unless the user has a handler for it."""
     is_free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, signal.SIG_IGN)
     if threading.current_thread() is threading.main_thread() and is_free:
         with contextlib.suppress(ValueError):

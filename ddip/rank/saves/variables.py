@@ -137,7 +137,7 @@ def _has_own_hooks(module: torch.nn.Module) -> bool:
 
 
 def _pickles_its_parts(module: torch.nn.Module) -> bool:
-    """Return whether the state that a module's class pickles has the module's parameters, buffers and parts."""
+    """Return whether a module's class pickles the module's parameters, buffers and parts."""
     get_state = type(module).__getstate__  # type: ignore[attr-defined]
     if get_state is object.__getstate__ or isinstance(module, DistributedDataParallel):  # type: ignore[attr-defined]
         return True
