@@ -61,7 +61,7 @@ test-system: $(SYSTEM)
 	test -n "$(ARGS)" || $(BIN)/python tests/platforms/record_run.py front-ends build/system.xml
 	$(BIN)/python -m pytest tests/system/test_stops.py -m alone
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
-	$(BIN)/python -m pytest tests/cluster -m grid $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/cluster -m grid $(ARGS)
 
 SPAWNED := $(foreach name,whole_ranks group_places folder limits listeners,tests/cluster/test_$(name).py)
 test-long: $(SYSTEM)

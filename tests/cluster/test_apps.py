@@ -62,6 +62,7 @@ def app_calls(group: ddip.Group) -> list[list[str]]:
     return [found["_calls"] for found in group.pull_all(["_calls"], range(group.world_size))[0]]
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_an_app_is_notified_after_an_aborted_collective(app_group_and_folder: tuple[ddip.Group, Path]) -> None:
     group, _ = app_group_and_folder
@@ -175,6 +176,7 @@ def end_cell(error):
         assert app_calls(group) == [["prepare", "rejoined"]] * 2  # once
 
 
+@pytest.mark.grid(in_ci=True)
 def test_states_of_ranks_with_other_memory_formats_become_equal(group: ddip.Group) -> None:
     """Names of entries may contain dots."""
     group.run("""

@@ -139,6 +139,7 @@ def test_a_timeout_still_holds_after_a_pause(debugged: Notebook) -> None:
     debugged.ok(PROOF)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_failed_rank_is_reported_after_the_pause(debugged: Notebook) -> None:
     cell = "%%dip\nif rank == 1: breakpoint()\nif rank == 2: 1 / 0\ndist.barrier()"
     seen = debugged.converse(cell, "ranks", "c")
@@ -147,6 +148,7 @@ def test_a_failed_rank_is_reported_after_the_pause(debugged: Notebook) -> None:
     debugged.ok(PROOF)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_prompt_ends_when_its_rank_ends(debugged: Notebook) -> None:
     pids = [int(pid) for pid in debugged.ok("%dipper g\nprint(*[member.pid for member in g.members])").stdout.split()]
     cell = "%%dip\nif rank == 1: breakpoint()\ndist.barrier()"
@@ -199,6 +201,7 @@ def test_an_error_without_frames_opens_no_prompt(debugged: Notebook, how: str) -
     debugged.ok("%config DipMagics.keep_frames = False" if how == "kept" else "%%dip\n%pdb off")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_frames_of_an_error_are_kept_on_request(debugged: Notebook) -> None:
     failing = (
         "%%dip\nimport weakref\nclass Held: pass\ndef fails():\n    global seen\n    held = Held()\n"
@@ -241,6 +244,7 @@ def test_the_debugger_leaves_no_frame_behind(debugged: Notebook) -> None:
     )
 
 
+@pytest.mark.grid(in_ci=True)
 def test_without_stdin_there_is_one_error_at_once(notebook: Notebook) -> None:
     assert "UsageError: no one can answer a debugger here" in notebook.fails("%%dip\nbreakpoint()").message
     assert "UsageError: no one" in notebook.fails("%%dip\nimport pdb; pdb.set_trace()").message

@@ -132,6 +132,7 @@ def train(folder: Path) -> str:
     return f"%diprun train.py {' '.join(ARGUMENTS)}"
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.native("sockets")
 def test_a_script_trains_as_under_torchrun_before_and_after_faults(
     cells: ddip.Group, folder: Path, train: str, of_torchrun: list[Any]

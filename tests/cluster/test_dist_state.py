@@ -104,6 +104,7 @@ def continue_training(group: ddip.Group, kind: str, exactly: bool = True) -> Non
     """)
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.grid) for kind in KINDS[1:])])
 @pytest.mark.native("sockets")
 def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:

@@ -82,6 +82,7 @@ def script_in(notebook: Notebook, name: str = "train.py") -> str:
     return (notebook.folder / name).read_text()
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_script_gives_the_numbers_of_the_session(trained: Notebook) -> None:
     shown = trained.ok("%dipexport train.py --force --check model optimizer losses").stdout
     assert "ddip: train.py gives the session's values: " in shown

@@ -107,6 +107,7 @@ def test_ranks_begin_and_end_with_the_same_model(ranks: ddip.Group) -> None:
         assert same_on_all_ranks(ranks, "type(learn.model).__name__") == "Sequential"
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "opt",
     [

@@ -58,6 +58,7 @@ class Bad(Callback):
 """
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "where",
     [

@@ -20,6 +20,7 @@ from .leftovers import wait_until
 from .notebook import Notebook
 from .test_debugger import PROOF, SETUP
 
+IN_GRID = pytest.mark.grid(in_ci=True)
 STEPS = "%%dip\nresult = train(10, stop_at=(1, 3))\nassert_same(result, train(10))"
 
 SHAPES = "def double(x):\n    y = x + x\n    return y\n"
@@ -139,7 +140,7 @@ def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
-@pytest.mark.parametrize("how", ["disconnect", "crash", "--off"])
+@pytest.mark.parametrize("how", ["disconnect", *(pytest.param(how, marks=IN_GRID) for how in ("crash", "--off"))])
 def test_a_rank_continues_without_its_ide(ide: Ide, how: str) -> None:
     client = ide.attach(1)
     run = ide.notebook.begin(STEPS.replace("%%dip", "%%dip --bg"))
@@ -225,6 +226,7 @@ trace = "import sys; sys.exit(sys.gettrace() is not None)"
 assert subprocess.run([sys.executable, "-c", trace], preexec_fn=work).returncode == 0"""
 
 
+@pytest.mark.grid(in_ci=True)
 def test_forked_processes_neither_stop_nor_hang(ide: Ide) -> None:
     (ide.notebook.folder / "shapes.py").write_text(SHAPES)
     client = ide.attach(0, (str(ide.notebook.folder / "shapes.py"), 3))
@@ -279,6 +281,7 @@ def test_a_rank_without_an_ide_asks_in_the_notebook(ide: Ide) -> None:
     assert (asked.shown.status, asked.prompts[0][:6]) == ("ok", "rank 0"), asked
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stopped_rank_may_be_killed(ide: Ide) -> None:
     pid = int(ide.notebook.ok("%%dip -r 1\nimport os\nprint(os.getpid())").stdout)
     client = ide.attach(1)
@@ -296,6 +299,7 @@ def test_a_stopped_rank_may_be_killed(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize(
     "how", ["%makedip -k", *(pytest.param(how, marks=pytest.mark.grid) for how in ("%makedip -r", "restart"))]
 )

@@ -623,6 +623,7 @@ FSDP2 = {
 }
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("kind", few(FSDP2, "plain"))
 @pytest.mark.parametrize("reset", few(["torch", "hand"], "torch"))
 def test_fully_shard_continues_after_an_error_in_backward(

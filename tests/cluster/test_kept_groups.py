@@ -241,6 +241,7 @@ def test_pushes_and_pulls_equal_those_of_an_own_group(shared_kept: Notebook) -> 
     assert "finds no module nowhere" in shared_kept.fails("%dipush --modules nowhere").message
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stopped_push_leaves_the_notebook_usable(shared_kept: Notebook) -> None:
     shared_kept.ok("big = b'x' * 3_000_000")
     for seconds in (0.05, 0.2, 0.35):
@@ -362,6 +363,7 @@ def test_tab_and_help_know_the_ranks_variables(shared_kept: Notebook) -> None:
     wait_until(lambda: "Double a number." in str(shared_kept.ask("inspect", "%%dip\nremote_function")["data"]))
 
 
+@pytest.mark.grid(in_ci=True)
 def test_impossible_requests_are_refused(shared_kept: Notebook) -> None:
     assert "attached to" in shared_kept.fails("%makedip --keep -n 2").message
     with pytest.raises(BadInput, match="no kept group has this name"):

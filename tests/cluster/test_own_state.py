@@ -155,6 +155,7 @@ KINDS = ["ensemble", "sharded", "sharded, local_of", "replicas", "stages", "part
 FEW = [pytest.param(kind, marks=[pytest.mark.grid] * (number > 0)) for number, kind in enumerate(KINDS)]
 
 
+@pytest.mark.grid(in_ci=True)
 @pytest.mark.parametrize("kind", FEW)
 def test_each_rank_restores_its_own_state(ranks: ddip.Group, kind: str, tmp_path: Path) -> None:
     """Restore buffers, learning rates, momenta, schedulers, generators, samplers and averages."""

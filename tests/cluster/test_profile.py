@@ -92,6 +92,7 @@ def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     assert min(apart) < 50_000  # microseconds: an all_reduce ends on both ranks together, unless one waits for a core
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_slow_loader_is_named(cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells.run(SETUP)
     cells.run("Items.slow = 0; train()", profile=str(tmp_path))
@@ -282,6 +283,7 @@ def test_collectives_begun_by_ddp_are_also_reported(cells: ddip.Group) -> None:
     assert re.match(r"in collective \d+ of the default group: all_reduce of \(9,\) float32", seen[0])
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_magics_show_the_profile(notebook: Notebook) -> None:
     notebook.ok("%%dip\nimport time, torch")
     shown = notebook.ok("%%dip --profile traces -S all\nprint(rank)\ntime.sleep(0.05)")

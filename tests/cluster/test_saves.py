@@ -203,6 +203,7 @@ def test_objects_stay_connected(cells: ddip.Group, folder: str) -> None:
         """)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_views_of_an_existing_model_stay_views(cells: ddip.Group, folder: str) -> None:
     setup = """
         import torch
@@ -361,6 +362,7 @@ def moments(): return [state["exp_avg"].tolist() for state in optimizer.state.va
 """
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_variable_that_cannot_be_loaded_does_not_cost_the_others(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run(UNREADABLE)
@@ -398,6 +400,7 @@ def facts():
 """
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_lost_module_costs_only_its_own_objects(warmed_up: None, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "lost_config.py"
     file.write_text("import torch\nclass Config:\n    def __init__(self): self.scale = torch.ones(2)\n")
@@ -811,6 +814,7 @@ train(3)
 """
 
 
+@pytest.mark.grid(in_ci=True)
 def test_modules_with_their_own_state_continue_as_if_undisturbed(cells: ddip.Group, folder: str) -> None:
     cells.run(OWN_STATE)
     cells.save(folder)
@@ -841,6 +845,7 @@ def test_modules_that_cannot_be_filled_change_nothing_or_are_replaced(
     cells.run("assert count == 1")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stopped_load_leaves_a_working_group(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = [torch.rand(4_000_000) for _ in range(8)]; count = 1")
     cells.save(folder)
@@ -853,6 +858,7 @@ def test_a_stopped_load_leaves_a_working_group(cells: ddip.Group, folder: str) -
         cells.run("import torch.distributed as dist\nt = torch.ones(1); dist.all_reduce(t); assert t == 2")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_load_waits_for_the_save_in_the_background(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = torch.rand(4_000_000); count = 1")
     for count in (2, 3, 4):
@@ -863,6 +869,7 @@ def test_a_load_waits_for_the_save_in_the_background(cells: ddip.Group, folder: 
         cells.run(f"assert count == {count}")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_end_of_a_group_waits_for_a_background_save(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run("import torch\nlarge = torch.rand(10_000_000)")
@@ -928,6 +935,7 @@ def test_a_schedule_stops_when_ranks_are_replaced(warmed_up: None, folder: str) 
         group.run("assert weights == [1]")
 
 
+@pytest.mark.grid
 def test_a_schedule_stops_when_ranks_are_restarted(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run("weights = [1]")
@@ -993,6 +1001,7 @@ def test_a_cell_on_some_ranks_has_no_points(cells: ddip.Group, folder: str) -> N
     cells.save_every(None)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_code_of_a_class_may_read_globals_while_it_loads(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         class Zbase:
@@ -1035,6 +1044,7 @@ def facts(): return seen, [batch.tolist() for batch in unused], torch.rand(2).to
 """
 
 
+@pytest.mark.grid(in_ci=True)
 def test_numbers_continue_with_persistent_workers(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run(f"{WITH_WORKERS}\ntrain(2)")

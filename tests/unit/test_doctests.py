@@ -18,7 +18,11 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
+SLOW = {"ddip.apps.lightning.trainer_placement": pytest.mark.grid(in_ci=True)}
+"""Marks of the modules that import a large library."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in MODULES])
 def test_the_examples_of_a_module_are_true(name: str) -> None:
     try:
         module = importlib.import_module(name)

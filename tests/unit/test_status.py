@@ -35,11 +35,13 @@ SCHEMAS = {
 
 def assert_fits_schema(name: str, data: Any) -> None:
     """Fail unless `data`, as JSON, matches the schema `name`."""
+
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(json.dumps(data, allow_nan=False)))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_schemas_are_schemas(name: str) -> None:
+
     jsonschema.Draft202012Validator.check_schema(SCHEMAS[name])
 
 
