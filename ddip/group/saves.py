@@ -38,8 +38,13 @@ DIFFER = (
     "--every again saves each rank's own values"
 )
 UNKNOWN = "the ranks could not be compared"
+UNKNOWN_SINCE_FAULT = (
+    "the ranks could not be compared after a fault, and may differ; %dipload {folder} loads the former save, and "
+    "--every again saves each rank's own values"
+)
 LOOK_SECONDS = 5.0
 """Least time between two comparisons of the ranks while saves wait."""
+SAVED_UNKNOWN = "the ranks could not be compared after a fault; the save has each rank's own values"
 SAVED_DIFFERING = "the ranks differ in {names} since a fault, and the save has each rank's own values"
 
 
@@ -85,8 +90,11 @@ class Saves:
 
     def _is_held(self, folder: str) -> bool:
         """Return True if the ranks differ since a fault, or could not be compared; print why if it is new."""
+        differences = self._lifecycle.parts.differences
+        if differences.is_unknown:
+            return self._hold(folder, UNKNOWN_SINCE_FAULT.format(folder=folder))
         try:
-            names = self._lifecycle.parts.differences.still_differing()
+            names = differences.still_differing()
             why = DIFFER.format(names=", ".join(names), folder=folder) if names else ""
         except RequestFailed:
             log.debug("the ranks could not be compared", exc_info=True)
@@ -130,8 +138,11 @@ class Saves:
 
     def _report_differing(self) -> None:
         """Print which variables differ since a fault, as a save is about to be taken."""
+        differences = self._lifecycle.parts.differences
+        if differences.is_unknown:
+            notify(SAVED_UNKNOWN)
         with contextlib.suppress(RequestFailed):
-            if names := self._lifecycle.parts.differences.still_differing():
+            if names := differences.still_differing():
                 notify(SAVED_DIFFERING.format(names=", ".join(names)))
 
     def load(self, folder: str, names: Sequence[str], anyway: bool) -> LoadReport:

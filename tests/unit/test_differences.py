@@ -132,7 +132,7 @@ def test_a_line_names_an_object_and_its_clearest_value() -> None:
 def test_a_rank_that_does_not_answer_hangs_no_cell(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Interrupt a rank that does not answer, such as in a finalizer; the next cell runs."""
+    """Interrupt a rank that does not answer, such as in a finalizer; the next cell runs, and saves by schedule wait."""
     monkeypatch.setattr(ranks, "ASK_SECONDS", 0.05)
     group = new_group(2)
     usual = group.engine(1).answers[on_rank.hash_variables.target]
@@ -141,11 +141,17 @@ def test_a_rank_that_does_not_answer_hangs_no_cell(
         group.engine(1).answers[on_rank.hash_variables.target] = usual
         raise Silence
 
+    group.save_every(0, "run")
     group.engine(1).answers[on_rank.hash_variables.target] = stay_silent_once
     with pytest.raises(CellError):
         group.run("raise ValueError")
     group.run("pass")
-    assert "the ranks could not be compared after the fault" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "the ranks could not be compared after the fault" in shown and "may differ; %dipload" in shown
+    assert group.save_if_due() is None
+    group.save_every(0, "run")
+    assert "the save has each rank's own values" in capsys.readouterr().err
+    assert not group.lifecycle.parts.differences.is_unsettled
 
 
 def test_a_rank_that_cannot_reset_its_iteration_fails_in_time(

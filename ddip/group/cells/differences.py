@@ -116,6 +116,8 @@ class Differences:
         self._cut_reported = self._has_trained = False
         self.is_torn = False
         """True from a fault until a cell on all ranks has succeeded: the fault may have come within a step."""
+        self.is_unknown = False
+        """True once the comparison after a fault has failed, until the state of the ranks is taken as intended."""
 
     def note_fault(self, cell: str, trained: bool = False) -> None:
         """Record that a cell failed, was stopped, timed out or lost a rank.
@@ -135,12 +137,12 @@ class Differences:
     @property
     def is_unsettled(self) -> bool:
         """True if the ranks may still differ since a fault."""
-        return bool(self._unsettled)
+        return self.is_unknown or bool(self._unsettled)
 
     def settle(self) -> None:
         """Take the present state of the ranks as intended, such as after a load of all variables."""
         self._unsettled.clear()
-        self.is_torn = False
+        self.is_torn = self.is_unknown = False
 
     def still_differing(self) -> list[str]:
         """Compare the ranks if a fault has left them different; return the variables that still differ.
@@ -166,6 +168,7 @@ class Differences:
             self._failed = failed
             raise
         except RequestFailed as error:
+            self.is_unknown = True
             notify(f"the ranks could not be compared after the fault ({error}); %dipcheck tries again")
             return
         self._reported.update(found.hashes)
