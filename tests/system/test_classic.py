@@ -31,6 +31,7 @@ CELLS = {
     ),
     "error": "%%dip\nif rank: 1 / 0",
     "hang": "%%dip\nimport time\nfrom pathlib import Path\nPath(f'hangs-{rank}').touch()\nwhile True: time.sleep(0.01)",
+    "debug": "%%dip\nx = rank + 40\nif rank == 1: breakpoint()\nprint('after', x)",
     "push": "lr = 3\n%dipush lr",
     "cell": "%%dip\ndoubled = 2 * lr\nprint('doubled on', world_size)",
     "pull": "%dipull doubled\ndoubled",
@@ -134,6 +135,16 @@ def test_a_group_lives_and_ends_in_the_classic_notebook(classic: Classic) -> Non
     wait_for(lambda: len(list(classic.folder.glob("hangs-*"))) == 2, "the cell to run on every rank")
     classic.page.locator('button[data-jupyter-action="jupyter-notebook:interrupt-kernel"]').click()
     assert "KeyboardInterrupt: the cell was interrupted on ranks 0, 1" in classic.finish("hang")
+
+    classic.begin("debug")
+    for line in ("p x", "c"):
+        box = classic.output("debug").locator("input.raw_input")
+        wait_for(lambda: box.count() == 1, f"a prompt; shown: {classic.text('debug')}")
+        box.press_sequentially(line)
+        box.press("Enter")
+        wait_for(lambda: f"(Pdb) {line}" in classic.text("debug"), "the page to take the line")
+    shown = classic.finish("debug")
+    assert "rank 1 of 2, cell [" in shown and shown.index("41") < shown.index("after 40"), shown
 
     classic.run("push")
     assert classic.run("cell").strip() == "doubled on 2"

@@ -7,7 +7,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 import ddip
