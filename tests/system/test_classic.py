@@ -66,6 +66,14 @@ class Classic:
         wait_for(lambda: any(map(str.isdigit, prompt.inner_text())), f"the end of {name}: {self.text(name)}", 120)
         return self.text(name)
 
+    def answer(self, name: str, line: str) -> None:
+        """Wait for the prompt of a debugger below a cell, and type a line."""
+        box = self.output(name).locator("input.raw_input")
+        wait_for(lambda: box.count() == 1, f"a prompt; shown: {self.text(name)}")
+        box.press_sequentially(line)
+        box.press("Enter")
+        wait_for(lambda: f"(Pdb) {line}" in self.text(name), "the page to take the line")
+
     def run(self, name: str) -> str:
         """Run a cell to its end; returns the text below it."""
         self.begin(name)
@@ -137,12 +145,8 @@ def test_a_group_lives_and_ends_in_the_classic_notebook(classic: Classic) -> Non
     assert "KeyboardInterrupt: the cell was interrupted on ranks 0, 1" in classic.finish("hang")
 
     classic.begin("debug")
-    for line in ("p x", "c"):
-        box = classic.output("debug").locator("input.raw_input")
-        wait_for(lambda: box.count() == 1, f"a prompt; shown: {classic.text('debug')}")
-        box.press_sequentially(line)
-        box.press("Enter")
-        wait_for(lambda: f"(Pdb) {line}" in classic.text("debug"), "the page to take the line")
+    classic.answer("debug", "p x")
+    classic.answer("debug", "c")
     shown = classic.finish("debug")
     assert "rank 1 of 2, cell [" in shown and shown.index("41") < shown.index("after 40"), shown
 

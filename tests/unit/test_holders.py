@@ -49,7 +49,7 @@ def _functions_with(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-KINDS = "positional by_keyword unnamed closed bound partly view part parameters optimizer".split()
+KINDS = ["positional", "by_keyword", "unnamed", "closed", "bound", "partly", "view", "part", "parameters", "optimizer"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

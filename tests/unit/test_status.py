@@ -34,12 +34,14 @@ SCHEMAS = {
 
 def assert_fits_schema(name: str, data: Any) -> None:
     """Fail unless `data`, as JSON, matches the schema `name`."""
+    import jsonschema  # only in this test: takes a second
 
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(json.dumps(data, allow_nan=False)))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_schemas_are_schemas(name: str) -> None:
+    import jsonschema
 
     jsonschema.Draft202012Validator.check_schema(SCHEMAS[name])
 
