@@ -374,8 +374,17 @@ def test_a_check_finds_an_optimizer_that_has_lost_its_model(cells: ddip.Group) -
 
 def test_the_report_appears_below_the_error_and_dipsync_repairs_it(notebook: Notebook) -> None:
     notebook.ok("%dipsync")  # variables of earlier tests that differ
+    notebook.ok(f"%%dip\n{CODE}job = make()\nfor _ in range(2): step(job)")
+    notebook.ok("""
+        import time
+        import ddip
+        from ddip.protocol import on_rank
+        ranks = ddip.current_group().ranks
+        while not all(ranks.call_on_control_channel(range(3), on_rank.is_recorded(True)).values()):
+            time.sleep(0.02)
+        del ranks
+    """)
     notebook.ok("%autodip on")
-    notebook.ok(CODE + "job = make()\nfor _ in range(2): step(job)")
     failed = notebook.fails("step(job, 'scheduler')")
     assert "job.stopping.patience is 3 on ranks 0, 2, 2 on rank 1" in failed.stderr
     assert "%dipsync copies rank 0's values to the others" in failed.stderr
