@@ -40,7 +40,7 @@ DIFFER = (
 UNKNOWN = "the ranks could not be compared"
 UNKNOWN_SINCE_FAULT = (
     "the ranks could not be compared after a fault, and may differ; %dipload {folder} loads the former save, and "
-    "--every again saves each rank's own values"
+    "--every again takes the ranks as they are"
 )
 LOOK_SECONDS = 5.0
 """Least time between two comparisons of the ranks while saves wait."""
@@ -126,6 +126,12 @@ class Saves:
 
     def save(self, folder: str, names: Sequence[str], background: bool) -> SaveReport:
         """Save variables of all ranks to `folder`."""
+        report = self._save(folder, names, background)
+        if background:
+            self._known_error = ""  # the same error is reported again
+        return report
+
+    def _save(self, folder: str, names: Sequence[str], background: bool) -> SaveReport:
         with self._lifecycle.turn:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             self._writes = background
@@ -151,8 +157,9 @@ class Saves:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
             report = self._lifecycle.parts.manager.ask_together(call)[0]
-            if not report["error"] and not names:
-                self._lifecycle.parts.differences.settle()
+            if not report["error"]:
+                with contextlib.suppress(RequestFailed):  # then saves by schedule wait, as before
+                    self._lifecycle.parts.differences.settle_variables(report["loaded"])
         if report["error"]:
             raise TransferError(f"nothing was loaded: {report['error']}")
         self._looked_at = 0.0
@@ -160,7 +167,7 @@ class Saves:
 
     def save_every(self, seconds: float | None, folder: str, names: Sequence[str]) -> None:
         """Begin a schedule of saves, or end it for None."""
-        self._schedule, self._held = None, ""
+        self._schedule, self._held, self._known_error = None, "", ""
         if seconds is not None:
             with self._lifecycle.turn:
                 if not self._runs_cells and not self._lifecycle.parts.ranks.ended:
@@ -179,7 +186,7 @@ class Saves:
         if self._must_wait(due["folder"]):
             return None
         self._saved_at = time.monotonic()
-        return self.save(due["folder"], due["names"], background=True)
+        return self._save(due["folder"], due["names"], background=True)
 
     def save_before_end(self, seconds: float) -> bool:
         """Save at the next point of the running cell, within `seconds`; at once if none runs."""
@@ -197,7 +204,7 @@ class Saves:
                 return False
         if self._must_wait(due["folder"]):
             return False
-        self.save(due["folder"], due["names"], background=False)
+        self._save(due["folder"], due["names"], background=False)
         return True
 
     def status(self) -> SaveStatus:

@@ -11,7 +11,7 @@ often they were written, unless their values may differ by design, as those of s
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -140,21 +140,35 @@ class Differences:
         return self.is_unknown or bool(self._unsettled)
 
     def settle(self) -> None:
-        """Take the present state of the ranks as intended, such as after a load of all variables."""
+        """Take the present state of the ranks as intended."""
         self._unsettled.clear()
         self.is_torn = self.is_unknown = False
+
+    def settle_variables(self, names: Collection[str]) -> None:
+        """Take the present values of the variables `names` as intended: they were loaded.
+
+        Raises RequestFailed and RequestInterrupted.
+        """
+        self._unsettled.difference_update(path for path, name in self._differing_paths() if name in names)
 
     def still_differing(self) -> list[str]:
         """Compare the ranks if a fault has left them different; return the variables that still differ.
 
         Raises RequestFailed and RequestInterrupted.
         """
+        return sorted({name for _, name in self._differing_paths()})
+
+    def _differing_paths(self) -> list[tuple[int, str]]:
+        """Return hashes and variables of the paths that differ since a fault, and forget those that are equal again.
+
+        The paths beyond `MOST_PATHS` are missing.
+        """
         if not self._unsettled:
             return []
         found = self._compare([])
         self._unsettled.intersection_update(found.hashes)
-        described = zip(found.differences, found.hashes, strict=False)  # further hashes have no description
-        return sorted({variable_of(one.owner) for one, number in described if number in self._unsettled})
+        described = zip(found.hashes, found.differences, strict=False)  # further hashes have no description
+        return [(path, variable_of(one.owner)) for path, one in described if path in self._unsettled]
 
     def report_fault(self) -> None:
         """Compare all ranks after a fault, and print the differences; wait for the ranks, which must be idle.

@@ -49,7 +49,7 @@ from ddip.sharded import contents
 from ddip.sharded.copies import from_all
 
 PER_RANK = "not equal on the {then} ranks that saved, and there are {now} now; existing variables keep their values"
-DEFINED = "this session's definition was kept; the saved one, or its attributes, differ"
+DEFINED = "this session's definition was kept; loaded objects use the saved one, which differs"
 BUFFERS = "they differed between the ranks; each has rank 0's now"
 _nothing = object()
 SHARED = (int, float, complex, str, bytes, type(None), types.FunctionType, types.ModuleType, type)

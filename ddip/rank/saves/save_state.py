@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import os
 import pickle
 import threading
 import time
@@ -232,6 +233,7 @@ class _Background(threading.Thread):
         super().__init__(name="ddip-save", daemon=True)
         self._writer, self._version, self._summary, self._in_use = writer, version, summary, in_use
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.folder = os.path.dirname(version)
         self.error = ""
         """Reason why the save failed; empty while it runs, and if it is complete."""
         self.written, self.abandoned = threading.Event(), False
@@ -291,9 +293,9 @@ class _Background(threading.Thread):
 
 
 def background_save() -> tuple[bool, str]:
-    """Return whether this rank still writes a save in the background, and why the last one failed, or ""."""
+    """Return whether this rank still writes a save in the background, and which folder failed and why, or ""."""
     thread = _running[0] if _running else None
-    return (False, "") if thread is None else (thread.is_alive(), thread.error)
+    return (False, "") if thread is None else (thread.is_alive(), thread.error and f"{thread.folder}: {thread.error}")
 
 
 def wait_for_background() -> None:
