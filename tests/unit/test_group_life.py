@@ -503,6 +503,16 @@ def test_an_answer_just_after_the_timeout_counts_as_late(
     assert caught.value.late == [1] and caught.value.by_rank == {}
 
 
+def test_only_the_rank_that_ended_is_named(new_group: NewGroup) -> None:
+    """The others lost their connection to it."""
+    group = new_group(2)
+    group.engine(0).answers[on_rank.check_group.target] = raise_error(RuntimeError("Connection closed by peer"))
+    group.engine(1).answers[on_rank.check_group.target] = raise_error(EngineEnds())
+    with pytest.raises(RequestFailed, match=r"failed: rank 1: RankEnded: .*\(SIGKILL\)") as caught:
+        group.ranks.ask([0, 1], on_rank.check_group())
+    assert sorted(caught.value.by_rank) == [0, 1]
+
+
 def test_a_rank_that_ends_during_a_request_is_reported(new_group: NewGroup, frame_app: None) -> None:
     group = new_group(2, app="frame")
     group.engine(1).answers[on_rank.run_app_command.target] = raise_error(EngineEnds())

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from ddip.cluster.cluster_api import Cluster, Reply, Request
 from ddip.cluster.processes import on_host
-from ddip.errors import CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
+from ddip.errors import RANK_ENDED, CellError, RankError, RequestFailed, RequestInterrupted, ranks_text
 from ddip.group import stopping
 from ddip.group.members.members import Members
 from ddip.group.members.watch import StopProgress
@@ -129,15 +129,15 @@ class Ranks(Members):
         """Return the error to raise if some ranks have `problems` with `doing`, or if some are `unfinished`.
 
         Its ``late`` names the `unfinished` ranks. If the ranks act `together` and one has a problem, it names none: the
-        others waited for that one.
+        others waited for that one. If one has ended, the text names only ranks that have: the others lost a connection.
         """
         if not problems:
             problem = f"{ranks_text(unfinished)} did not finish {doing} in time"
             return RequestFailed(f"{problem}; -t SECONDS waits longer", {}, unfinished)
         log.debug("%s", "\n".join(problem.traceback for problem in problems.values()))
-        return RequestFailed(
-            f"{doing} failed: {CellError(problems, self.repair_text)}", problems, [] if together else unfinished
-        )
+        ended = {rank: problem for rank, problem in problems.items() if together and problem.name == RANK_ENDED}
+        text = f"{doing} failed: {CellError(ended or problems, self.repair_text)}"
+        return RequestFailed(text, problems, [] if together else unfinished)
 
     def _ensure_none_ended(self, ranks: Collection[int], doing: str) -> None:
         """Raise RequestFailed before sending anything if a rank has ended, as the others would wait for it."""
