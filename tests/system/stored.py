@@ -58,6 +58,8 @@ def _without_machine_names(output: Any, folder: Path) -> Any:
     if isinstance(output, str):
         for path, name in ((folder, "notebooks"), (FOLDER, "notebooks"), (Path(sys.prefix), "python"), (ROOT, "ddip")):
             output = output.replace(str(path), name)
+            if path.is_relative_to(Path.home()):
+                output = output.replace(f"~/{path.relative_to(Path.home())}", name)  # as IPython writes it
         output = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", output.replace(tempfile.gettempdir(), "tmp"))
         return re.sub(rf"\b{re.escape(platform.node())}\b", "host", output)
     if isinstance(output, dict):
