@@ -743,6 +743,133 @@ def test_a_partial_load_changes_nothing_else(cells: ddip.Group, folder: str) -> 
     cells.run("assert net.weight.grad is None and count == 1 and torch.equal(torch.get_rng_state(), state)")
 
 
+APART = """
+import torch
+torch.manual_seed(0)
+class Trainer: pass
+trainer, net = Trainer(), torch.nn.Linear(3, 1)
+def make_optimizer(net):
+    opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    return opt, torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+opt, sched = make_optimizer(net)
+def train(steps):
+    for step in range(steps):
+        loss = find_net()(torch.ones(4, 3)).sub(step).square().mean()
+        sched.optimizer.zero_grad()
+        loss.backward()
+        sched.optimizer.step()
+        sched.step()
+def facts(): return [p.tolist() for p in find_net().parameters()], sched.optimizer.param_groups[0]["lr"]
+def find_net(): return trainer.net if hasattr(trainer, "net") else net
+def ignore(*event): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "names", "together"),
+    [
+        ("trainer.net = net; del net", "opt", "opt trainer"),
+        ("trainer.net, trainer.opt = net, opt; del net", "trainer", "opt trainer"),
+        pytest.param(
+            "trainer.net, trainer.opt = net, opt; del net, opt",
+            "sched",
+            "sched trainer",
+            marks=pytest.mark.grid(in_ci=True),
+        ),
+        pytest.param(
+            "net.register_forward_hook(ignore)", "opt sched", "net opt sched", marks=pytest.mark.grid(in_ci=True)
+        ),
+        pytest.param("opt.register_step_post_hook(ignore)", "sched", "opt sched", marks=pytest.mark.grid(in_ci=True)),
+    ],
+)
+def test_an_optimizer_or_scheduler_is_refused_without_its_parts(
+    cells: ddip.Group, folder: str, change: str, names: str, together: str
+) -> None:
+    cells.run(f"{APART}\n{change}\ntrain(3)")
+    cells.save(folder)
+    undisturbed = train_on(cells)
+    cells.run("train(1); before = facts()")
+    with pytest.raises(TransferError, match=f"nothing was loaded: .*%dipload FOLDER {together}[)]"):
+        cells.load(folder, names.split())
+    cells.run("assert facts() == before; train(1); assert facts() != before")
+    cells.load(folder, sorted({*together.split(), "sched", *([] if "trainer" in change else ["net"])}))
+    assert train_on(cells) == undisturbed
+
+
+def test_holders_of_an_optimizer_may_be_loaded_alone(cells: ddip.Group, folder: str) -> None:
+    cells.run(f"{APART}\ntrainer.net, held = net, [opt, sched]\ndel net\ntrain(1)")
+    cells.save(folder)
+    cells.run("train(1); held = 1")
+    cells.load(folder, ["held", "train"])
+    cells.run("assert held == [opt, sched] and opt.param_groups[0]['params'][0] is trainer.net.weight")
+
+
+def test_an_optimizer_of_no_saved_variable_is_refused(cells: ddip.Group, folder: str) -> None:
+    cells.run("import torch\n_net = torch.nn.Linear(2, 1); opt = torch.optim.SGD(_net.parameters(), 0.1); count = 1")
+    cells.save(folder)
+    cells.run("count = 2")
+    with pytest.raises(TransferError, match="opt uses parameters of no variable"):
+        cells.load(folder, ["opt", "count"])
+    cells.run("assert count == 2 and opt.param_groups[0]['params'][0] is _net.weight")
+
+
+COPIES = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+class Trainer:
+    def __init__(self, net): self.net = net
+    def __getstate__(self): return {"net": self.net.state_dict()}
+    def __setstate__(self, state):
+        self.net = Net()
+        self.net.load_state_dict(state["net"])
+        if fails and rank == 1: raise ValueError("odd")
+class Average:
+    def __init__(self, net): self.net = net
+    def __getstate__(self): return {"net": self.net}
+    def __setstate__(self, state): self.net, self.start = state["net"], state["net"].layer.weight.tolist()
+fails, net = False, Net()
+trainer, average = Trainer(net), Average(net)
+with torch.no_grad(): net.layer.weight.fill_(1)
+"""
+
+
+@pytest.mark.parametrize("memory", ["", "net.layer.weight.data = torch.zeros(8)[4:6].view(1, 2)"])
+def test_classes_that_copy_values_get_the_saved_ones(cells: ddip.Group, folder: str, memory: str) -> None:
+    cells.run(COPIES)
+    cells.save(folder)
+    cells.run(f"{memory}\nwith torch.no_grad(): net.layer.weight.fill_(-99)\nkept, fails = trainer, True")
+    with pytest.raises(TransferError, match="trainer cannot be loaded: ValueError: odd"):
+        cells.load(folder, ["net", "average", "trainer"])
+    cells.run("assert net.layer.weight.tolist() == [[-99, -99]] and trainer is kept; fails = False; old = net")
+    assert cells.load(folder)["in_place"] == ["net"]
+    cells.run("""
+        assert net.layer.weight.tolist() == trainer.net.layer.weight.tolist() == average.start == [[1, 1]]
+        assert net is old and average.net is net
+    """)
+
+
+def test_a_module_with_its_own_reduce_is_replaced(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 1)
+            def __reduce__(self): return Net, (), {"values": self.layer.state_dict()}
+            def __setstate__(self, state): self.layer.load_state_dict(state["values"])
+        net = Net()
+        expected = net.layer.weight.tolist()
+    """)
+    cells.save(folder)
+    cells.run("with torch.no_grad(): net.layer.weight.fill_(7)\nholder = [net]; former = net")
+    report = cells.load(folder, ["net"])
+    assert (report["in_place"], report["holders"]) == ([], ["former", "holder"])
+    cells.run("assert net is not former and net.layer.weight.tolist() == expected")
+
+
 @pytest.mark.grid
 def test_hooks_and_own_attributes_of_an_optimizer_are_loaded(cells: ddip.Group, folder: str) -> None:
     cells.run("""

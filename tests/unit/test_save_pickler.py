@@ -51,6 +51,25 @@ class Fails(nn.Linear):
         raise OSError("no such server")
 
 
+class Counts(nn.Linear):
+    """A module that changes the state that it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.facts = {"of": [{"loads": 0}]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state["facts"]["of"][0]["loads"] += 1
+        super().__setstate__(state)
+
+
+class Reduced(nn.Linear):
+    """A module whose class decides how it is created again."""
+
+    def __reduce__(self) -> Any:
+        return Reduced, (self.in_features, self.out_features), self.state_dict()
+
+
 class FromNumbers(nn.Module):
     """A module that is pickled without its parameters."""
 
@@ -139,6 +158,13 @@ def test_a_module_takes_its_state_as_when_it_is_unpickled() -> None:
     assert net.weight is weight and net._forward_hooks is calls
 
 
+def test_a_module_that_changes_its_state_takes_it_once() -> None:
+    net = Counts()
+    load = save(net=net)
+    load({"net": net})()
+    assert net.facts == {"of": [{"loads": 1}]}
+
+
 def test_attributes_that_a_class_does_not_pickle_are_kept() -> None:
     net = Connected()
     connection = net.connection
@@ -155,5 +181,6 @@ def test_a_module_that_cannot_be_unpickled_stays() -> None:
 
 
 def test_a_module_that_pickles_other_things_than_its_parts_is_made_anew() -> None:
-    assert structure_of(FromNumbers()) == structure_of(nn.Sequential(FromNumbers())) == ""
+    for net in (FromNumbers(), Reduced(2, 2)):
+        assert structure_of(net) == structure_of(nn.Sequential(net)) == ""
     assert structure_of(nn.Sequential(nn.GRU(2, 2), Cached()))

@@ -1,8 +1,9 @@
 """Load saved variables into the ranks of a group (``%dipload``): a collective.
 
     check     the save is this user's, of these releases, and complete; ranks agree which objects are filled in place
-    unpickle  new objects are made, existing ones are found by their keys; nothing existing changes
+    unpickle  new objects are made, existing ones are found by their keys; of these, only tensors change
     fill      when every rank could load everything: sharded tensors are read, existing objects filled, variables set
+    undo      if a rank could not: tensors and variables get their former values
 
 On the same number of ranks, each rank loads what it has saved. On another number, each rank loads what rank 0 has
 saved, without the variables that differed between the ranks; sharded tensors are divided again.
@@ -38,6 +39,7 @@ from ddip.rank.saves.agreement import (
     ensure_visible,
     reason_text,
 )
+from ddip.rank.saves.detached import ensure_connected
 from ddip.rank.saves.holders import find_holders
 from ddip.rank.saves.loader_workers import LOST
 from ddip.rank.saves.pickled_parts import PickledParts
@@ -180,10 +182,12 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     replaced = _Namespace(variables)
     asked = set[str]().union(*from_all(chosen))
     loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, set() if anyway else asked)
-    not_loaded |= {f"workers of {name}": LOST for name in source.header.get("with_workers", ()) if name in chosen}
-    not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
     try:
+        not_loaded |= {f"workers of {name}": LOST for name in source.header.get("with_workers", ()) if name in chosen}
+        not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
         with _without_interrupts():  # a rank that has agreed to go on must not stop
+            if names:
+                do_on_all(lambda: ensure_connected(loading, source.choose([])[0]))
             do_on_all(lambda: source.read_sharded(loading.sharded))
             _apply_values(loading, values.pop(GRADIENTS, []), in_place & chosen)
             saved_buckets = source.header["buckets"]
@@ -195,8 +199,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
                 if source.is_same_size:
                     contents.set_process_generators(source.header["generators"])
     except BaseException:
-        replaced.restore()
-        loading.remove_reducers(lambda keys: True)
+        _undo(loading, replaced)
         raise
     loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
     history.replace_snapshots()
@@ -224,20 +227,25 @@ def _unpickle_agreed(
     lost: dict[str, str] = {}
     while True:
         loading = Loading(do_on_all(source.read_storages), existing, chosen, lost={**lost})
-        loading.use_existing_storages(source.header["places"])
         try:
+            do_on_all(partial(loading.use_existing_storages, source.header["places"]))
             values, kept, failed = do_on_all(partial(_unpickle_variables, source, loading, replaced, chosen))
             more = _agree_on_lost(failed, needed)
         except BaseException:
-            replaced.restore()
-            loading.remove_reducers(lambda keys: True)
+            _undo(loading, replaced)
             raise
         if more.keys() <= lost.keys():
             return loading, values, kept
         lost |= more
         chosen.difference_update(lost)
+        _undo(loading, replaced)
+
+
+def _undo(loading: Loading, replaced: _Namespace) -> None:
+    """Give all variables and existing tensors their former values."""
+    with _without_interrupts():
         replaced.restore()
-        loading.remove_reducers(lambda keys: True)
+        loading.undo()
 
 
 def _has_structure(value: Any, structure: str) -> bool:
@@ -295,6 +303,7 @@ def _unpickle_variables(
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
                 continue
+            loading.unpickled[name] = value
             if name == GRADIENTS:
                 values[name] = value
             elif name in chosen:

@@ -21,6 +21,7 @@ import inspect
 import io
 import math
 import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -306,6 +307,14 @@ def load_device(text: str) -> torch.device:
 # -- loading
 
 
+class SavedState(NamedTuple):
+    """An existing object with its keys in the save, and its saved state."""
+
+    value: Any
+    keys: Keys
+    state: Any
+
+
 @dataclass
 class Loading:
     """The state of one load while its pickle is read."""
@@ -320,6 +329,14 @@ class Loading:
     """DTensors to read, by the number of their slot."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Variables that cannot be unpickled, with the reasons."""
+    unpickled: dict[str, Any] = field(default_factory=dict)
+    """Values of all variables in the save, by name."""
+    states: dict[int, SavedState] = field(default_factory=dict)
+    """Saved states of existing objects, by the object's id."""
+    filled: set[Keys] = field(default_factory=set)
+    """Keys of existing tensors whose storages have the saved values already."""
+    restores: list[Callable[[], object]] = field(default_factory=list)
+    """Steps that give existing tensors their former values."""
     fills: list[Callable[[], object]] = field(default_factory=list)
     """Changes of existing objects, made when everything could be loaded."""
     completions: list[Callable[[], object]] = field(default_factory=list)
@@ -338,7 +355,10 @@ class Loading:
         return next((self.existing[key] for key in keys if key in self.existing), None)
 
     def use_existing_storages(self, places: Mapping[Keys, tuple[int, Place]]) -> None:
-        """Let new tensors that share the memory of an existing one use its storage, which is filled later."""
+        """Let new tensors that share the memory of an existing one use its storage.
+
+        It is filled now, as classes may copy values while they are unpickled, and later, as they may change them.
+        """
         storages = dict(self.storages)
         for keys, (slot, place) in places.items():
             if not self.is_chosen(keys):
@@ -348,9 +368,25 @@ class Loading:
                 continue
             storage = old.untyped_storage()
             if storage.nbytes() == new.nbytes() and storage.device == new.device:
+                kept = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+                self.restores.append(functools.partial(storage.copy_, kept))
+                storage.copy_(new)
                 storages[slot] = storage
+                self.filled.add(keys)
                 self.fill_later(keys, functools.partial(storage.copy_, new))
         self.storages = storages
+
+    def fill_now(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy the values of `new` to the existing tensor `old`, which `undo` restores."""
+        kept = old.detach().to("cpu", copy=True)
+        self.restores.append(lambda: old.data.copy_(kept))
+        old.data.copy_(new)
+
+    def undo(self) -> None:
+        """Restore the existing tensors, and remove the reducers of new DDP wrappers."""
+        for step in reversed(self.restores):
+            step()
+        self.remove_reducers(lambda keys: True)
 
     def fill_later(self, keys: Keys, step: Callable[[], object]) -> None:
         """Fill the existing object at `keys` by `step` when everything could be loaded, if it is to be loaded."""
@@ -480,6 +516,8 @@ def open_tensor(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> 
     old = loading.find(keys)
     if old is None:
         return new
+    if loading.is_chosen(keys) and keys not in loading.filled and kinds.is_plain(old):
+        loading.fill_now(old, new)
     loading.fill_later(keys, lambda: _fill_tensor(old, new))
     return old
 
@@ -496,12 +534,11 @@ def fill_object(obj: Any, state: tuple[Keys, Any]) -> None:
     loading = current.get()
     if loading.find(keys) is None:
         _set_state(obj, saved)
-    elif isinstance(obj, torch.nn.Module):
-        _try_state(obj, saved)
-        loading.fill_later(keys, lambda: _fill_module(obj, saved))
-    else:
-        _try_state(obj, saved)
-        loading.fill_later(keys, lambda: _set_state(obj, saved))
+        return
+    _try_state(obj, saved)
+    loading.states[id(obj)] = SavedState(obj, keys, saved)
+    fill = _fill_module if isinstance(obj, torch.nn.Module) else _set_state
+    loading.fill_later(keys, lambda: fill(obj, saved))
 
 
 def fill_optimizer(optimizer: Any, state: tuple[Keys, Any, dict[str, Any]]) -> None:
@@ -517,6 +554,7 @@ def fill_optimizer(optimizer: Any, state: tuple[Keys, Any, dict[str, Any]]) -> N
         fill()
     else:
         _try_state(optimizer, saved)
+        loading.states[id(optimizer)] = SavedState(optimizer, keys, {**saved, **rest})
         loading.fill_later(keys, fill)
 
 
@@ -538,9 +576,21 @@ def _try_state(obj: Any, state: Any) -> None:
     """Raise now what a class of the user's raises for a state, before anything in the session changes."""
     set_state = getattr(type(obj), "__setstate__", None)
     if set_state is not None and not str(getattr(set_state, "__module__", "")).startswith("torch."):
-        if isinstance(state, dict):  # the trial must not change the lists of the state
-            state = {name: copy.copy(v) if isinstance(v, list | dict | set) else v for name, v in state.items()}
-        set_state(object.__new__(type(obj)), state)
+        set_state(object.__new__(type(obj)), _copy_containers(state, {}))  # the trial must not change the state
+
+
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
+    """Copy `value` and the containers in it, at any depth, but no other object; `copies` has those made so far."""
+    kind = type(value)
+    if id(value) in copies or kind not in (tuple, list, set, dict, OrderedDict, defaultdict):
+        return copies.get(id(value), value)
+    if kind is tuple:
+        return copies.setdefault(id(value), tuple(_copy_containers(item, copies) for item in value))
+    made = copies[id(value)] = copy.copy(value)
+    if kind is not set:
+        for key, item in enumerate(value) if kind is list else value.items():
+            made[key] = _copy_containers(item, copies)
+    return made
 
 
 def _fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -567,6 +617,7 @@ def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]
     loading = current.get()
     if loading.find(keys) is not None:
         _try_state(module, own)
+        loading.states[id(module)] = SavedState(module, keys, own)
         loading.fill_later(keys, lambda: _fill_module(module, own))
         return
     _set_state(module, own)

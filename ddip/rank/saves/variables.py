@@ -103,10 +103,12 @@ def structure_of(value: Any) -> str:
     """Return a text that is equal for two objects if one can take the state of the other; else "".
 
     A module or optimizer with hooks of the user's is another object: the hooks may hold any other objects. So is a
-    tensor that cannot be written in place, and a module whose class pickles other things than its parts.
+    tensor that cannot be written in place, and an object whose class pickles other things than its parts.
     """
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
+        if _has_own_reduce(value):
+            return ""
         if isinstance(value, torch.nn.Module):
             return _structure_of_module(value, kind)
         if isinstance(value, torch.optim.Optimizer):
@@ -138,6 +140,8 @@ def _has_own_hooks(module: torch.nn.Module) -> bool:
 
 def _pickles_its_parts(module: torch.nn.Module) -> bool:
     """Return whether a module's class pickles the module's parameters, buffers and parts."""
+    if _has_own_reduce(module):
+        return False
     get_state = type(module).__getstate__  # type: ignore[attr-defined]
     if get_state is object.__getstate__ or isinstance(module, DistributedDataParallel):  # type: ignore[attr-defined]
         return True
@@ -147,6 +151,15 @@ def _pickles_its_parts(module: torch.nn.Module) -> bool:
         == [(name, id(part)) for name, part in vars(module)[group].items()]
         for group in PARTS
     )
+
+
+def _has_own_reduce(value: Any) -> bool:
+    """Return whether a class outside torch decides with ``__reduce__`` how `value` is created again."""
+    for name in ("__reduce__", "__reduce_ex__"):
+        method = getattr(type(value), name)
+        if method is not getattr(object, name) and not str(method.__module__).startswith("torch."):
+            return True
+    return False
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
