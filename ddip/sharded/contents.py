@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from ddip.sharded.layout import DTensor, Layout, local_of
+from ddip.sharded.parameter_groups import drop_unreduced_gradients, groups_of
 
 Units = dict[str, Any]
 KINDS = "kinds"
@@ -109,6 +110,8 @@ def load_units(
         use_buckets(model, units[BUCKETS])
     for parameter in model.parameters():
         parameter.grad = None
+    for group in [group for module in model.modules() for group in groups_of(module)]:
+        drop_unreduced_gradients(group)
     if optimizer is not None:
         state = {
             key: list(value) if key == "param_groups" else dict(value) for key, value in optimizer.state_dict().items()

@@ -118,6 +118,18 @@ def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
     continue_training(ranks, kind)
 
 
+def test_a_restore_drops_gradients_that_are_not_reduced_yet(ranks: ddip.Group) -> None:
+    train_four_steps(ranks, "fsdp")
+    ranks.run("""
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(8, 5)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        state.restore()
+        losses = train(4, 8)
+        assert losses == expected[4:], (losses, expected)
+    """)
+
+
 REFUSED = {
     "fsdp": "FSDPSequential was made .*dist_state",
     "tensor_parallel": "device mesh",

@@ -238,6 +238,89 @@ def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -
     cells.run("assert net.weight.grad.tolist() == expected")
 
 
+SHARDED = """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+def ignored():
+    net = chain()
+    return fully_shard(net, ignored_params={*net[2].parameters()})
+def columns():
+    net = chain()
+    for part in (net[0], net[2]):
+        fully_shard(part, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.shape[-1] % 6 == 0 else None)
+    return fully_shard(net)
+def methods():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 1))
+    net[2].weight = net[0].weight
+    fully_shard([net[0], net[2]])
+    fully_shard(net[3])
+    for part in (net[0], net[3]):
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+    return fully_shard(net, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+def half():
+    return fully_shard(chain(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+def replicas():
+    return fully_shard(chain(), mesh=init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicas", "shards")))
+"""
+
+
+@pytest.mark.grid(in_ci=True)
+@pytest.mark.parametrize("kind", ["ignored", "columns", "methods"])
+def test_settings_of_a_sharded_model_are_kept(warmed_up: None, folder: str, kind: str) -> None:
+    with ddip.Group(2) as group:
+        group.run(f"{TRAINING}\n{SHARDED}\nprepare({kind}); train(3)")
+        assert not group.save(folder)["left_out"]
+        undisturbed = train_on(group)
+        group.load(folder)
+        assert train_on(group) == undisturbed
+    with ddip.Group(2) as group:
+        assert group.load(folder)["not_loaded"] == {}
+        assert train_on(group) == undisturbed
+    if kind == "methods":
+        return
+    with ddip.Group(3) as group:
+        group.load(folder)
+        for parameters, _, _, losses, *_ in train_on(group):
+            assert losses == pytest.approx(undisturbed[0][3], rel=0.01)
+            for parameter, expected in zip(parameters, undisturbed[0][0], strict=True):
+                assert parameter == [pytest.approx(row, rel=0.01, abs=0.001) for row in expected]
+
+
+@pytest.mark.grid(in_ci=True)
+@pytest.mark.parametrize(
+    ("kind", "micro_batch"),
+    [
+        ("fsdp", "requires_gradient_sync"),
+        ("half", "requires_gradient_sync"),
+        ("replicas", "requires_all_reduce"),
+    ],
+)
+def test_unreduced_gradients_are_named_and_dropped(cells: ddip.Group, folder: str, kind: str, micro_batch: str) -> None:
+    cells.run(f"{TRAINING}\n{SHARDED}\nprepare({kind}); train(3); opt.zero_grad()")
+    assert not cells.save(folder)["left_out"]
+    undisturbed = train_on(cells)
+    cells.run(f"model.set_{micro_batch}(False); model(data.tensors[0]).square().sum().backward()")
+    assert cells.save(f"{folder}b")["left_out"].keys() == {"gradients of model"}
+    assert cells.load(folder)["in_place"] == ["model", "opt", "schedule"]
+    assert train_on(cells) == undisturbed
+    cells.run("model.set_all_reduce_hook(len)")
+    assert cells.save(f"{folder}b")["left_out"].keys() == {"all-reduce hook of model"}
+
+
+def test_columns_that_the_ranks_cannot_share_change_nothing(cells: ddip.Group, folder: str) -> None:
+    cells.run(
+        f"{TRAINING}\n{SHARDED}\nnet = fully_shard(nn.Linear(4, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))"
+    )
+    cells.save(folder)
+    with (
+        ddip.Group(3) as group,
+        pytest.raises(TransferError, match=r"net cannot be loaded: .*\(2, 4\).* among 3 ranks"),
+    ):
+        group.load(folder)
+
+
 def test_what_cannot_be_saved_is_named_and_left_out(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import socket, torch

@@ -56,6 +56,7 @@ from ddip.rank.objects import live_objects, reducers, wrappers
 from ddip.rank.process_group import aborted_tensors, collectives, flight_recorder, rank_vitals
 from ddip.rank.profiling import profile_events, profiling, trace_file
 from ddip.rank.runtime import c10d, process_settings
+from ddip.rank.saves import save_pickler
 from ddip.sharded import layout
 
 
@@ -454,6 +455,14 @@ def test_fully_shard_knows_its_gathered_parameters() -> None:
     for name in ("self.sharded_param:", "self._module_info: ParamModuleInfo = module_info", "    param_name: str"):
         assert name in source
     assert callable(fsdp.FSDPModule._get_fsdp_state)
+    for name in ("self.fsdp_placement = ", "self.unsharded_accumulated_grad = ", "_unsharded_param.grad"):
+        assert name in source
+    groups = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group"))
+    newer = {"reduce_scatter_unused_params", "reduce_scatter_max_input_buffers"}  # torch 2.11 lacks them
+    for name in {*save_pickler.GROUP_SETTINGS, *save_pickler.COMMUNICATION} - newer:
+        assert f"self.{name}: " in groups or f"self.{name} = " in groups
+    states = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state"))
+    assert "self._mp_policy = mp_policy" in states
 
 
 def test_rpc_makes_its_group_where_ddip_wraps_it() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from ddip.rank.objects import wrappers
 from ddip.rank.objects.live_objects import FSDP2_STATES, of_class
+from ddip.sharded.parameter_groups import drop_unreduced, groups_of_state, has_unreduced_gradients, is_unreduced
 
 BY_TORCH = "_reset_iter_state"
 """Method of ``FSDPState`` that resets an iteration, since torch 2.14."""
@@ -94,11 +95,9 @@ def clear_gradients(things: Sequence[Any], models: set[int]) -> set[int]:
     ]
     cleared = set()
     for parameter in fully_sharded:
-        if id(parameter.sharded_param) in models and _is_unreduced(parameter):
+        if id(parameter.sharded_param) in models and is_unreduced(parameter):
             cleared.add(id(parameter.sharded_param))
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            drop_unreduced(parameter)
     for flat in (flat for root in _fsdp1_roots(things) for flat in _flat_parameters(root)):
         parts = _flat_and_originals(flat)
         if models.isdisjoint(map(id, parts)):
@@ -132,12 +131,8 @@ def _modules_of(state: Any) -> tuple[torch.nn.Module, ...]:
 
 
 def _parameter_groups(root: Any) -> list[Any]:
-    """Return the parameter groups of all modules of a model; torch before 2.12 has at most one per module."""
-    found: list[Any] = []
-    for state in root._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+    """Return the parameter groups of all modules of a model."""
+    return [group for state in root._state_ctx.all_states for group in groups_of_state(state)]
 
 
 def _is_within_pass(root: Any) -> bool:
@@ -147,8 +142,7 @@ def _is_within_pass(root: Any) -> bool:
         shared.iter_forward_root is not None
         or shared.post_backward_final_callback_queued
         or any(state._training_state.name != "IDLE" for state in states)
-        or any(_is_unreduced(parameter) for group in _parameter_groups(root) for parameter in group.fsdp_params)
-        or any(getattr(group, "_partial_reduce_output", None) is not None for group in _parameter_groups(root))
+        or any(map(has_unreduced_gradients, _parameter_groups(root)))
     )
 
 
@@ -158,14 +152,9 @@ def _hidden_gradients(root: Any) -> set[int]:
         id(tensor)
         for group in _parameter_groups(root)
         for parameter in group.fsdp_params
-        if _is_unreduced(parameter) or getattr(group, "_partial_reduce_output", None) is not None
+        if is_unreduced(parameter) or getattr(group, "_partial_reduce_output", None) is not None
         for tensor in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
     }
-
-
-def _is_unreduced(parameter: Any) -> bool:
-    whole = getattr(parameter, "_unsharded_param", None)
-    return parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
 
 def _reset_root(root: Any) -> None:

@@ -38,6 +38,7 @@ from ddip.rank.inspection import kinds
 from ddip.rank.objects import reducers
 from ddip.rank.saves.imported import Origin, import_object
 from ddip.rank.saves.loader_workers import EndedWorkers, has_persistent_workers
+from ddip.sharded import parameter_groups
 from ddip.sharded.layout import DTensor, Layout
 
 PARALLEL_SETTINGS = (
@@ -51,6 +52,26 @@ PARALLEL_SETTINGS = (
     "mixed_precision",
 )
 """Attributes of a DDP wrapper that its constructor takes under the same names."""
+GROUP_SETTINGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "reduce_scatter_unused_params",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_max_input_buffers",
+    "unshard_in_backward",
+    "unshard_async_op",
+)
+"""Attributes of FSDP2 parameter groups that methods of the module set; some torch releases lack some of them."""
+COMMUNICATION = {
+    "_all_reduce_hook": "all-reduce hook",
+    "_all_gather_comm": "custom all-gather",
+    "_reduce_scatter_comm": "custom reduce-scatter",
+}
+"""Attributes of FSDP2 parameter groups that may hold the user's functions, which are not saved."""
+SEVERAL_MESHES = "its parameters are sharded over several meshes by shard_placement_fn"
+UNEVEN = "its parameters of the shape {shape} cannot be divided along dimension {dim} among {ranks} ranks"
 COMPOSABLE = "__composable_api"
 """Beginning of the names of a module's attributes that hold the state of ``fully_shard``."""
 PARTS = ("_parameters", "_buffers", "_modules")
@@ -109,6 +130,8 @@ class SavePickler(pickling.Pickler):
         """DDP wrappers, which a load creates in this order on all ranks."""
         self.hooked: list[str] = []
         """Descriptions of hooks that are not saved."""
+        self.unreduced: list[str] = []
+        """Descriptions of gradients that are not saved, as ``fully_shard`` has not reduced them yet."""
         self.with_workers: list[str] = []
         """Variables with loaders whose persistent workers a load starts again."""
         self.meshes: list[tuple[int, ...]] = []
@@ -229,19 +252,33 @@ class SavePickler(pickling.Pickler):
 
     def _reduce_fully_sharded(self, module: Any, keys: Keys) -> tuple[Any, ...]:
         own = _without_sharding(module.__getstate__())  # type: ignore[operator]
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        group = groups[0]
-        settings: dict[str, Any] = {"mesh": None}
-        if group is not None:
-            settings = {
+        shared = module._get_fsdp_state()
+        settings: dict[str, Any] = {"mesh": None, "mp_policy": shared._mp_policy}
+        settings |= {"modules": [*shared._modules], "managed": [], "group": {}}
+        groups = parameter_groups.groups_of(module)
+        if len(groups) > 1:
+            raise pickle.PicklingError(SEVERAL_MESHES)
+        for group in groups:
+            settings |= {
                 "mesh": group.mesh_info.mesh,
                 "reshard_after_forward": group.post_forward_mesh_info is not None,
-                "mp_policy": group.mp_policy,
                 "offload_policy": group.offload_policy,
+                "managed": [(_current_of(parameter), parameter.fsdp_placement.dim) for parameter in group.fsdp_params],
+                "group": {name: getattr(group, name) for name in GROUP_SETTINGS if hasattr(group, name)},
             }
+            if parameter_groups.has_unreduced_gradients(group):
+                self.unreduced.append(f"gradients of {keys[0].variable if keys else 'a module'}")
+            for name, text in COMMUNICATION.items():
+                own_one = getattr(group, name, None)
+                if own_one is not None and (name == "_all_reduce_hook" or not is_of_torch(own_one)):
+                    self.hooked.append(f"{text} of {_name_of(keys)}")
         made = keys, NEW_OBJECT, (type(module).__bases__[1],)
         return open_object, made, (keys, own, settings), None, None, fill_sharded
+
+
+def _current_of(parameter: Any) -> Any:
+    """Return the parameter that a module has in the place of a ``FSDPParam``, which is set once a pass begins."""
+    return getattr(parameter._module_info.module, parameter._module_info.param_name)
 
 
 def _name_of(keys: Keys) -> str:
@@ -612,38 +649,63 @@ def _is_part_or_hooks(name: str) -> bool:
 
 
 def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]) -> None:
-    """Set the state of a module of ``fully_shard``; a new one is sharded when everything could be loaded."""
+    """Set the state of a module of ``fully_shard``; a new one is sharded when everything could be loaded.
+
+    Raises ValueError if this number of ranks cannot share the parameters of a new one.
+    """
     keys, own, settings = state
+    modules, managed, of_group = (settings.pop(name) for name in ("modules", "managed", "group"))
     loading = current.get()
     if loading.find(keys) is not None:
         _try_state(module, own)
         loading.states[id(module)] = SavedState(module, keys, own)
         loading.fill_later(keys, lambda: _fill_module(module, own))
+        for group in parameter_groups.groups_of(module):
+            loading.fill_later(keys, functools.partial(parameter_groups.drop_unreduced_gradients, group))
+            loading.fill_later(keys, functools.partial(vars(group).update, of_group))
         return
+    for parameter, dim in managed:
+        if dim and parameter.shape[dim] % (ranks := settings["mesh"].shape[-1]):
+            raise ValueError(UNEVEN.format(shape=tuple(parameter.shape), dim=dim, ranks=ranks))
     _set_state(module, own)
-    loading.completions.append(lambda: _shard_again(module, settings))
+    loading.completions.append(lambda: _shard_again(modules, settings, managed, of_group))
 
 
-def _shard_again(module: Any, settings: dict[str, Any]) -> None:
-    """Call ``fully_shard`` on a module whose parameters are sharded already, and keep these parameters.
+def _shard_again(
+    modules: list[Any], settings: dict[str, Any], managed: list[tuple[Any, int]], of_group: dict[str, Any]
+) -> None:
+    """Call ``fully_shard`` on modules whose `managed` parameters are sharded already, and keep these parameters.
 
     torch shards a parameter without memory; ``fully_shard`` takes a parameter that was set afterwards as it is.
     """
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
 
+    modules = [module for module in modules if not is_fully_sharded(module)]
+    if not modules:  # they were sharded with one of them
+        return
     blanks: dict[int, torch.nn.Parameter] = {}
-    places = []
-    for part in _parts_to_shard(module):
+    for parameter, _ in managed:
+        blank = _without_memory(parameter, settings["mesh"])
+        blanks[id(parameter)] = torch.nn.Parameter(blank, parameter.requires_grad)
+    dims = {id(blanks[id(parameter)]): dim for parameter, dim in managed}
+    places, ignored = [], set[Any]()
+    for part in [part for module in modules for part in _parts_to_shard(module)]:
         for name, parameter in part._parameters.items():
-            if isinstance(parameter, DTensor):
+            if id(parameter) in blanks:
                 places.append((part, name, parameter))
-                if id(parameter) not in blanks:
-                    blank = _without_memory(parameter, settings["mesh"])
-                    blanks[id(parameter)] = torch.nn.Parameter(blank, parameter.requires_grad)
                 part._parameters[name] = blanks[id(parameter)]
-    fully_shard(module, **settings)
+            elif parameter is not None:
+                ignored.add(parameter)
+    if any(dims.values()):
+        settings["shard_placement_fn"] = lambda blank: Shard(dims[id(blank)])
+    if ignored:
+        settings["ignored_params"] = ignored
+    fully_shard(modules if len(modules) > 1 else modules[0], **settings)
     for part, name, parameter in places:
         part._parameters[name] = parameter
+    for group in parameter_groups.groups_of(modules[0]):
+        vars(group).update(of_group)
 
 
 def _without_memory(parameter: Any, mesh: Any) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ddip.rank.saves.save_pickler import PARTS, Key, Keys, SavePickler, is_fully
 GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
 BY_NAME = "only its name was saved, since it is an object of a package and cannot be copied"
+UNREDUCED = "they are of micro-batches and not reduced yet, so they are not saved; save after optimizer.step()"
 KEYED = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes of objects besides modules that a load fills in place."""
 
@@ -213,6 +214,7 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
         ordered = [*early, *(name for name in rest if name not in early)]
         if ordered == rest:
             notes = dict.fromkeys(pickler.hooked, "torch does not save them; add them again after a load")
+            notes |= dict.fromkeys(pickler.unreduced, UNREDUCED)
             notes |= {name: BY_NAME for _, name in imported.values() if name in rest}
             return Packed(graph.pickled(), pickler, left_out | notes)
         order = ordered  # code of a class may read them while an object is loaded
