@@ -1397,3 +1397,53 @@ def test_a_failed_cell_saves_nothing(cells: ddip.Group, folder: str) -> None:
     cells.save_every(None)
     cells.load(folder)
     cells.run("assert step == 1")
+
+
+@pytest.mark.grid(in_ci=True)
+def test_another_number_of_ranks_loads_nothing_that_differed(cells: ddip.Group, folder: str) -> None:
+    setup = """
+        import array, decimal
+        import numpy as np, torch
+        def make(number):
+            return {
+                "long": [*range(500), number, *range(500)],
+                "nested": eval("[" * 40 + "number" + "]" * 40),
+                "order": dict.fromkeys(sorted("ab", reverse=bool(number)), 0),
+                "sparse": torch.sparse_coo_tensor([[0]], [1.0 + number], (2,)),
+                "masked": np.ma.array([1.0, 2.0], mask=[not number, False]),
+                "decimal": decimal.Decimal(number),
+                "array": array.array("i", [number]),
+                "subset": torch.utils.data.Subset(range(2000), [0] * 500 + [number] * 500 + [0] * 500),
+            }
+        globals().update({f"{name}_equal": value for name, value in make(1).items()})
+        globals().update({f"{name}_own": value for name, value in make(rank).items()})
+        shared = [long_equal]; net = torch.nn.BatchNorm1d(2); same = net
+    """
+    cells.run(setup)
+    kinds = cells.save(folder)["variables"]
+    with ddip.Group(1) as group:
+        report = group.load(folder)
+    names = {name for name in kinds if name.endswith("_own")}
+    assert len(names) == 8 and report["not_loaded"].keys() == names
+    assert {name.replace("_own", "_equal") for name in names} | {"shared", "net", "same"} <= {*report["loaded"]}
+
+
+def test_an_unusual_variable_does_not_stop_a_save(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        class Unfinished(torch.nn.Module):
+            def __init__(self): pass
+        class Unsaved(torch.Tensor):
+            def __reduce_ex__(self, protocol): raise TypeError("not this one")
+            @classmethod
+            def __torch_dispatch__(cls, *args, **kwargs): raise NotImplementedError
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        holder = torch.nn.Module(); holder.register_buffer("parts", nested)
+        opaque, unfinished, step = torch.ones(3, 3).to_mkldnn(), Unfinished(), 1
+        net = torch.nn.Linear(2, 1); net.weight.grad = torch.ones(1, 2).as_subclass(Unsaved)
+    """)
+    report = cells.save(folder)
+    assert report["left_out"].keys() == {"opaque", "net"} and "not this one" in report["left_out"]["net"]
+    cells.run("nested = holder = None; step = 0")
+    cells.load(folder)
+    cells.run("assert [len(n) for n in (*nested, *holder.parts)] == [2, 3, 2, 3] and step == 1")

@@ -33,7 +33,7 @@ class _Unknown(Exception):
     """A part of a definition cannot be compared."""
 
 
-def compute_digest(obj: types.FunctionType | type) -> str | None:
+def compute_digest(obj: types.FunctionType | types.CodeType | type) -> str | None:
     """Return a digest of a definition, the same in every process; None if a part cannot be compared."""
     try:
         return hashlib.sha256(_object_text(obj, ()).encode(errors="surrogatepass")).hexdigest()

@@ -11,6 +11,7 @@ import os
 import pathlib
 import random
 import re
+import struct
 import sys
 import threading
 import types
@@ -47,6 +48,8 @@ BY_REPR = (
     pathlib.PosixPath,
     pathlib.PurePosixPath,
 )
+EXACT = {int, float, str, bytes, *NUMBERS, *BY_REPR}
+"""Types whose `leaf_value` describes an object completely."""
 CODE = (types.FunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, property, classmethod, staticmethod)
 OPAQUE = (
     types.ModuleType,
@@ -108,6 +111,20 @@ OPAQUE_MODULES = (
     "zmq",
 )
 """Modules whose objects hold no training state or differ per process: sockets, pages, progress bars."""
+WITH_STATE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, re.Pattern)
+MODULES_WITH_STATE = (
+    "_io",
+    "_queue",
+    "ctypes",
+    "_ctypes",
+    "inspect",
+    "matplotlib",
+    "pyarrow",
+    "queue",
+    "torch",
+    "typing",
+)
+"""Opaque types, and packages of opaque ones, whose objects may nevertheless hold data of the user's."""
 SKIPPED_ATTRIBUTES = {
     "__weakref__",
     "__dict__",
@@ -139,6 +156,11 @@ NO_LEAF = _NoLeaf()
 mro_of: Any = type.__dict__["__mro__"].__get__  # type: ignore[attr-defined]
 _flags_of: Any = type.__dict__["__flags__"].__get__  # type: ignore[attr-defined]
 _dict_of: Any = type.__dict__["__dict__"].__get__  # type: ignore[attr-defined]
+_size_of: Any = type.__dict__["__basicsize__"].__get__  # type: ignore[attr-defined]
+_item_size_of: Any = type.__dict__["__itemsize__"].__get__  # type: ignore[attr-defined]
+_dict_offset_of: Any = type.__dict__["__dictoffset__"].__get__  # type: ignore[attr-defined]
+_weak_offset_of: Any = type.__dict__["__weakrefoffset__"].__get__  # type: ignore[attr-defined]
+POINTER_BYTES = struct.calcsize("P")
 
 
 def is_heap_type(kind: type) -> bool:
@@ -199,6 +221,26 @@ def is_opaque(kind: type, mro: tuple[type, ...]) -> bool:
     )
 
 
+def may_hold_state(kind: type, mro: tuple[type, ...]) -> bool:
+    """Return whether objects of an opaque `kind` may hold state that belongs to no process."""
+    module = module_name(kind)
+    return any(base in mro for base in WITH_STATE) or (
+        not any(base in mro for base in OPAQUE) and module.partition(".")[0] in MODULES_WITH_STATE
+    )
+
+
+def has_hidden_state(kind: type, mro: tuple[type, ...]) -> bool:
+    """Return whether objects of `kind` have memory besides their dictionary and slots, as types in C have."""
+    slots = sum(
+        type(found) is types.MemberDescriptorType
+        for base in mro
+        if "__slots__" in _dict_of(base)
+        for found in _dict_of(base).values()
+    )
+    pointers = slots + (_dict_offset_of(kind) > 0) + (_weak_offset_of(kind) > 0)
+    return bool(_item_size_of(kind) or _size_of(kind) > object.__basicsize__ + pointers * POINTER_BYTES)
+
+
 def role_of(mro: tuple[type, ...]) -> str:
     """Return the role in a training of objects of a type with this `mro`; "" if they have none."""
     return next((role for role, kind in ROLES if kind in mro), "")
@@ -253,6 +295,12 @@ def array_of(value: Any, mro: tuple[type, ...]) -> Any:
     if numpy.generic in mro:
         return numpy.array(value)
     return numpy.ndarray.view(value, numpy.ndarray) if numpy.ndarray in mro else None
+
+
+def is_plain_array(kind: type) -> bool:
+    """Return whether type and elements describe a NumPy array of `kind`, or a scalar, completely."""
+    numpy = sys.modules["numpy"]
+    return kind in (numpy.ndarray, numpy.memmap) or numpy.generic in mro_of(kind)
 
 
 def is_of_file(array: Any) -> bool:
@@ -351,6 +399,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return kind in PLAIN_TENSORS or "__torch_dispatch__" not in {
         name for base in mro_of(kind)[:-2] for name in _dict_of(base) if base not in (torch.Tensor, torch._C.TensorBase)
     }
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory can be read, and has one stride per dimension."""
+    return is_plain(tensor) and tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
 
 
 def is_readable_number(tensor: torch.Tensor) -> bool:

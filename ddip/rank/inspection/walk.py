@@ -25,7 +25,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +39,8 @@ from ddip.rank.runtime import libraries
 Path: TypeAlias = str
 _gradient_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 MAX_NODES, MAX_DEPTH = 50_000, 30
+WHOLE_NODES, WHOLE_DEPTH = 200_000, 1000
+"""Limits of a whole walk, which reports them."""
 WHOLE_ITEMS, EDGE_ITEMS = 256, 32
 """Length up to which all items of a list or dictionary are visited, and items visited at each end of a longer one."""
 MOST_MEMBERS = 1024
@@ -65,6 +67,9 @@ class Walk:
     Names in `known` are walked first, so that a variable that only one rank has created cannot give another path to an
     object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links`
     and `aliases` are filled, so that callers can change the objects and find all their holders.
+
+    With `summarize`, which returns a digest of a long container or None, the walk is whole: it records the digests, or
+    visits all items; `unseen` has the paths of objects whose contents it could not visit.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Walk:
         checksums: bool = False,
         process_wide: bool = True,
         keep: bool = False,
+        summarize: Callable[[Any], Any] | None = None,
     ) -> None:
         self.names = frozenset(variables)
         self.values: dict[Path, Any] = {}
@@ -91,8 +97,11 @@ class Walk:
         """Path in `objects` of the object at a path, if the walk has met it there before."""
         self.nodes = 0
         self.is_cut = False
-        """True if the namespace has more than `MAX_NODES` objects, which the walk has not visited."""
-        self._checksums, self._keep = checksums, keep
+        """True if the walk has left out objects beyond `MAX_NODES`, or a whole one beyond its limits."""
+        self._checksums, self._keep, self._summarize = checksums, keep, summarize
+        self.unseen: set[Path] = set()
+        """Paths of objects in `objects` with contents that a whole walk has not visited."""
+        self._limits = (WHOLE_NODES, WHOLE_DEPTH) if summarize else (MAX_NODES, MAX_DEPTH)
         self._names: dict[int, Path] = {}
         self._alive: list[Any] = []
         """Visited objects, kept alive so that the id of a temporary one is not reused during the walk."""
@@ -144,18 +153,20 @@ class Walk:
                 continue
             path, value, depth = (self._first or self._queue).popleft()
             self.nodes += 1
-            if self.nodes > MAX_NODES:
+            if self.nodes > self._limits[0]:
                 self.is_cut = True
                 for queue in (self._first, self._queue, self._last):
                     queue.clear()  # type: ignore[attr-defined]
                 return
-            if depth <= MAX_DEPTH:
+            self.is_cut |= depth > WHOLE_DEPTH
+            if depth <= self._limits[1]:
                 try:
                     with torch._C.DisableTorchFunctionSubclass():
                         work = self._visit(path, value, depth)
                     if work is not None:
                         yield from self._add_checksum(path, work)
                 except Exception as error:  # a nested tensor has no sizes: only its version is recorded
+                    self.unseen.add(path)
                     if f"{path}#version" not in self.values:
                         self.values[path] = f"<{type(error).__name__}>"
             if self.nodes % SLICE_NODES == 0:
@@ -180,6 +191,10 @@ class Walk:
         leaf = kinds.leaf_value(value)
         if leaf is not kinds.NO_LEAF:
             self.values[path] = leaf
+            if self._summarize and kind not in kinds.EXACT:  # a subclass of text, or an enum
+                self._alive.append(value)
+                self.objects[path] = value
+                self.unseen.add(path)
             return None
         if id(value) in self._names:
             if self._keep:
@@ -196,10 +211,13 @@ class Walk:
         if array is not None:
             return self._visit_array(path, value, array)
         if bytearray in mro:
+            self.unseen.add(path)
             self._visit_bytearray(path, value, depth)
             return None
         state = kinds.generator_state(value, mro)
         if state is not None:
+            if not state:
+                self.unseen.add(path)
             self.values[path] = ("generator", zlib.crc32(state))
             self.values[f"{path}#type"] = kinds.type_name(kind)
         elif dict in mro or kind is types.MappingProxyType:
@@ -227,6 +245,8 @@ class Walk:
 
     def _visit_array(self, path: Path, value: Any, array: Any) -> BytesSum | ObjectsSum | None:
         kind = type(value)
+        if array.dtype.hasobject or not kinds.is_plain_array(kind):
+            self.unseen.add(path)
         self.values[f"{path}#type"] = kinds.type_name(kind), str(array.dtype), array.shape
         is_small = array.size <= MOST_MEMBERS if array.dtype.hasobject else array.nbytes <= PART_BYTES // 8
         if kinds.is_of_file(array) or not (is_small or self._checksums):
@@ -262,6 +282,10 @@ class Walk:
                 self.values[path] = number if type(number) is int else repr(number)
             elif self._checksums and kinds.is_plain(tensor):
                 work = Checksum(tensor)
+        if self._summarize and local is None:
+            for name, attribute in sorted((instance_dict(tensor) or {}).items()):
+                if not name.startswith("_"):
+                    self._enqueue(f"{path}.{name}", attribute, depth, path, "attribute", name)
         if tensor.is_leaf and tensor.requires_grad:
             gradient = _gradient_of(tensor)
             self._enqueue(f"{path}.grad", gradient, depth, path, "gradient", "grad")
@@ -276,16 +300,24 @@ class Walk:
         view: Any = mapping.items() if proxy else dict.items(mapping)
         self.values[f"{path}#keys"] = length
         first = next(iter(view), (None, None))[0]
-        if length <= WHOLE_ITEMS or torch.Tensor in mro_of(type(first)):  # tensor keys: an optimizer's state
+        is_summed = torch.Tensor not in mro_of(type(first)) and self._add_summary(path, mapping, length)
+        if is_summed:
+            items, work = [], None
+        elif self._summarize or length <= WHOLE_ITEMS or torch.Tensor in mro_of(type(first)):  # an optimizer's state
             items, work = list(view), None
         else:
             items = [*itertools.islice(view, EDGE_ITEMS), *itertools.islice(reversed(view), EDGE_ITEMS)]
             work = self._sum_items(path, list(view), is_ordered=False)
         if all(kinds.is_plain_key(key) for key, _ in items):
+            if self._summarize:
+                self.values[f"{path}#order"] = zlib.crc32(repr([kinds.key_text(key) for key, _ in items]).encode())
             for text, key, value in sorted(((kinds.key_text(k), k, v) for k, v in items), key=operator.itemgetter(0)):
                 self._enqueue(f"{path}[{text}]", value, depth, path, "item", key)
         else:
             self._last.append((path, items, depth))
+        if self._summarize and type(mapping) is collections.defaultdict:
+            factory = mapping.default_factory
+            self._enqueue(f"{path}.default_factory", factory, depth, path, "attribute", "default_factory")
         if type(mapping) not in PLAIN_DICTS:
             self._visit_attributes(path, mapping, depth)
         return work
@@ -296,6 +328,9 @@ class Walk:
             name = self._names.get(key if type(key) is int else id(key))
             if name is None and (kinds.is_plain_key(key) or _is_plain_tuple(key)):
                 name = repr(key) if type(key) is tuple else kinds.key_text(key)
+            is_id = type(key) is int and self.roles.get(path.rpartition(".")[0]) == "scaler"  # of an optimizer
+            if name is None and self._summarize and not is_id and not isinstance(key, kinds.CODE):
+                self.values[f"{path}#key{number}"] = self._summarize(key)
             name = name or f"<{type(key).__name__} {number}>"
             self._enqueue(f"{path}[{name}]", value, depth, path, "item", key)
 
@@ -309,9 +344,12 @@ class Walk:
                 length > 0 and type(base.__getitem__(sequence, 0)) is weakref.ref
             )  # garbage collection changes its length
             self.values[f"{path}#length"] = 0 if refers else length
+        if self._summarize and base is collections.deque:
+            self.values[f"{path}#length"] = length, sequence.maxlen
         edges = [*range(EDGE_ITEMS), *range(length - EDGE_ITEMS, length)]
+        is_summed = self._add_summary(path, sequence, length)
         work = None if length <= WHOLE_ITEMS else self._sum_items(path, list(base.__iter__(sequence)))
-        for number in range(length) if length <= WHOLE_ITEMS else edges:
+        for number in () if is_summed else range(length) if self._summarize or length <= WHOLE_ITEMS else edges:
             name = f"{path}.{fields[number]}" if fields else f"{path}[{number}]"
             self._enqueue(name, base.__getitem__(sequence, number), depth, path, "item", number)
         if type(sequence) is not base:
@@ -322,13 +360,23 @@ class Walk:
         """Return a checksum over all items of a long container; the walk visits only the items at its ends."""
         return ItemsSum(items, is_ordered) if self._checksums else None
 
+    def _add_summary(self, path: Path, container: Any, length: int) -> bool:
+        """Record a digest of the items of a long container in a whole walk; return whether there is one."""
+        summary = self._summarize(container) if self._summarize and length > WHOLE_ITEMS else None
+        if summary is not None:
+            self.values[f"{path}#items"] = summary
+        return summary is not None
+
     def _visit_set(self, path: Path, items: Any, base: Any) -> None:
         self.values[f"{path}#members"] = base.__len__(items)
+        self.unseen.add(path)
         if base.__len__(items) > MOST_MEMBERS:
             return
         members = list(base.__iter__(items))
         if all(kinds.is_plain_key(member) for member in members):
             self.values[path] = zlib.crc32(repr(sorted(map(kinds.key_text, members))).encode())
+            if type(items) is base:
+                self.unseen.discard(path)
 
     def _visit_module(self, name: str, module: Any) -> None:
         """Visit the global variables of a module that the user wrote."""
@@ -385,6 +433,7 @@ class Walk:
                 self._enqueue(f"{path}.<{number}>", part, depth, path, "local", number)
         elif not kinds.is_heap_type(kind) and kind.__name__.endswith("iterator"):
             self.values[f"{path}#left"] = operator.length_hint(iterator, -1)
+            self.unseen.add(path)
         else:
             return False
         return True
@@ -395,7 +444,10 @@ class Walk:
         if int in mro or float in mro:
             number = int.__int__(value) if int in mro else float.__float__(value)
             self.values[path] = kinds.leaf_value(number)
-        if kinds.is_opaque(kind, mro):
+        is_opaque = kinds.is_opaque(kind, mro)
+        if self._summarize and (kinds.may_hold_state(kind, mro) if is_opaque else kinds.has_hidden_state(kind, mro)):
+            self.unseen.add(path)
+        if is_opaque and not (self._summarize and torch.nn.Module in mro):
             return
         self.values[f"{path}#type"] = kinds.type_name(kind)
         role = kinds.role_of(mro)
@@ -426,6 +478,8 @@ class Walk:
                 wrapper and name.startswith("_") or optimizer and name == "defaults" or is_lost and name.startswith("_")
             ):
                 continue  # reducer internals, copies of param_groups, or a wrapper of a former group
+            elif self._summarize and module and "_hooks" in name and isinstance(attributes[name], dict):
+                self.values[f"{path}.{name}#keys"] = len(attributes[name])  # those of fully_shard reach all of torch
             elif name not in kinds.SKIPPED_ATTRIBUTES and not (module and "_hooks" in name and not attributes[name]):
                 shown = UNIQUE_ID.sub("<id>", name) if len(name) > 20 else name
                 self._enqueue(f"{path}.{shown}", attributes[name], depth, path, "attribute", name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
+import operator
 import os
 import pickle
 import re
-import zlib
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -16,9 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from ddip.protocol.text import escape_surrogates
 from ddip.rank.inspection import kinds
-from ddip.rank.inspection.state_report import VERSION, variable_of
+from ddip.rank.inspection.state_report import VERSION
 from ddip.rank.inspection.walk import Walk, variables_of
-from ddip.rank.saves import save_folder
+from ddip.rank.objects.checksum import BytesSum
+from ddip.rank.saves import content_digest, save_folder
 from ddip.sharded import contents
 from ddip.sharded.copies import fingerprint_of, from_all
 
@@ -26,7 +30,7 @@ T = TypeVar("T")
 EQUAL_BUT_FOR_BUFFERS = "equal but for buffers"
 Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
 """Size of a storage in bytes, and a hash of its contents."""
-HOOKS = re.compile(r"\._\w*hooks\w*\[")
+HOOKS = re.compile(r"\._\w*hooks\w*(\[|#order)")
 """Part of a path to a hook; ``fully_shard`` adds them in an order that differs between ranks."""
 
 
@@ -90,62 +94,73 @@ class Fingerprints:
     """Fingerprints of the contents of storages, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Fingerprint] = {}
+        self._known: dict[int, tuple[torch.UntypedStorage, Fingerprint]] = {}
+        """By the storage's ``_cdata``, with the storage, so that another one does not get the same."""
 
     def of(self, storage: torch.UntypedStorage) -> Fingerprint:
         """Return the size of a storage and the fingerprint of its bytes."""
         if storage._cdata not in self._known:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            self._known[storage._cdata] = len(flat), fingerprint_of(flat)
-        return self._known[storage._cdata]
+            self._known[storage._cdata] = storage, (len(flat), fingerprint_of(flat))
+        return self._known[storage._cdata][1]
 
 
 def digest_variables(variables: Mapping[str, Any], prints: Fingerprints) -> Digests:
     """Return the digests of `variables`, with `prints` of the memory of their tensors.
 
-    A sampler's rank does not count, nor the index of a device. There are no digests if there are too many objects.
+    A sampler's rank does not count, nor the index of a device. A variable that cannot be compared has no digest.
     """
-    walk = Walk(variables_of(variables), keep=True, process_wide=False).finish()
-    values, buffers = dict[str, Any](), dict[str, Any]()
-    for path in () if walk.is_cut else sorted(walk.values):
+    found = Digests({}, {}, [])
+    for name, value in variables_of(variables).items():
+        try:
+            _add_digests(found, name, value, prints)
+        except Exception:
+            found.variables.pop(name, None)
+    return found
+
+
+def _add_digests(found: Digests, name: str, variable: Any, prints: Fingerprints) -> None:
+    summarize = functools.partial(content_digest.digest_of_items, prints=prints)
+    walk = Walk({name: variable}, keep=True, process_wide=False, summarize=summarize).finish()
+    if walk.sharded:
+        found.sharded.append(name)
+    if walk.is_cut:
+        return
+    values, buffers = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    extra = ((path, _content_of(value, path in walk.unseen, prints)) for path, value in _sorted_items(walk.objects))
+    for path, value in itertools.chain(_sorted_items(walk.values), extra):
         if path.endswith(VERSION) or HOOKS.search(path) or _is_of_rank(path, walk):
             continue
-        value = walk.values[path]
         if path.endswith("#type") and type(value) is tuple and len(value) == 4:  # dtype, shape, device, gradient
             value = (*value[:2], value[2].partition(":")[0], value[3])
         is_buffer = walk.links.get(path.partition("#")[0], ("", "", ""))[1] == "_buffers"
-        hashes = buffers if is_buffer else values
-        digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
+        digest = buffers if is_buffer else values
         digest.update(f"{path}={value!r}\n".encode("utf8", "surrogatepass"))
-    for path, value in () if walk.is_cut else sorted(walk.objects.items()):
-        content = None if HOOKS.search(path) else _content_of(value, prints)
-        if content is not None:
-            is_buffer = walk.links.get(path, ("", "", ""))[1] == "_buffers"
-            hashes = buffers if is_buffer else values
-            digest = hashes.setdefault(variable_of(path), hashlib.blake2b(digest_size=16))
-            digest.update(f"{path}={content!r}\n".encode("utf8", "surrogatepass"))
-    return Digests(
-        {name: digest.hexdigest() for name, digest in values.items()},
-        {name: digest.hexdigest() for name, digest in buffers.items()},
-        sorted({variable_of(path) for path in walk.sharded}),
-    )
+    found.variables[name], found.buffers[name] = values.hexdigest(), buffers.hexdigest()
 
 
-def _content_of(value: Any, prints: Fingerprints) -> Any:
-    """Return what compares the content of a plain tensor or a NumPy array; None for other objects."""
+def _sorted_items(items: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(items.items(), key=operator.itemgetter(0))
+
+
+def _content_of(value: Any, is_unseen: bool, prints: Fingerprints) -> Any:
+    """Return facts that compare the contents of an object beyond the parts that a walk visits; None for no such.
+
+    `is_unseen`: whether the walk could not visit all parts.
+    """
     if isinstance(value, torch.Tensor):
-        if (
-            is_lazy(value)
-            or not kinds.is_plain(value)
-            or value.layout is not torch.strided
-            or value.device.type == "meta"
-        ):
+        if is_lazy(value) or kinds.local_part(value) is not None:
             return None
-        return prints.of(value.untyped_storage()), int(value.storage_offset()), value.stride()
+        if not kinds.is_strided(value) or value.is_quantized:
+            return content_digest.digest_of(value, prints)
+        place = int(value.storage_offset()), value.stride(), value.is_conj(), value.is_neg()
+        return prints.of(value.untyped_storage()), *place
+    if isinstance(value, (types.FunctionType, type)):
+        return content_digest.code_of(value)
     array = kinds.array_of(value, kinds.mro_of(type(value)))
-    if array is None or array.dtype.hasobject or kinds.is_of_file(array):
-        return None
-    return zlib.crc32(array.tobytes())
+    if array is not None and not is_unseen:
+        return BytesSum(array).finish()
+    return content_digest.digest_of(value, prints) if is_unseen else None
 
 
 def _is_of_rank(path: str, walk: Walk) -> bool:

@@ -230,7 +230,7 @@ class SavePickler(pickling.Pickler):
 
     def _reduce_keyed(self, obj: Any, keys: Keys) -> Any:
         if isinstance(obj, torch.Tensor):
-            if not is_lazy(obj) and kinds.is_plain(obj) and obj.layout is torch.strided and obj.device.type != "meta":
+            if kinds.is_strided(obj) and not is_lazy(obj):
                 self.places[keys] = self._slot_of(obj.untyped_storage()), place_of(obj)
             make, args, *_ = self._plain_reduce(obj)
             return open_tensor, (keys, make, args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddip.protocol.objects import pickling
 from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.rank import user_namespace
+from ddip.rank.inspection import kinds
 from ddip.rank.inspection.walk import PRIVATE_NAMES
 from ddip.rank.saves.agreement import reason_text
 from ddip.rank.saves.imported import find_imported
 from ddip.rank.saves.save_pickler import PARTS, Key, Keys, SavePickler, is_fully_sharded, is_of_torch
+from ddip.sharded.layout import DTensor
 
 GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
@@ -52,9 +55,10 @@ def find_keys(variables: Mapping[str, Any]) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
     for variable, value in variables.items():
         if isinstance(value, torch.nn.Module):
-            modules = value.named_modules(remove_duplicate=False)
-            found |= {Key(variable, "module", name): module for name, module in modules}
-            found |= {Key(variable, "tensor", name): tensor for name, tensor in _tensors_of(value)}
+            with contextlib.suppress(Exception):  # such as a module whose constructor did not call torch's
+                modules = value.named_modules(remove_duplicate=False)
+                of_module = {Key(variable, "module", name): module for name, module in modules}
+                found |= of_module | {Key(variable, "tensor", name): tensor for name, tensor in _tensors_of(value)}
         elif isinstance(value, KEYED):
             found[Key(variable, "object", "")] = value
     return found
@@ -173,7 +177,8 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
 def reshard_models(values: Iterable[Any]) -> None:
     """Free gathered parameters of ``fully_shard``, which would be found instead of the sharded ones."""
     for value in values:
-        for module in value.modules() if isinstance(value, torch.nn.Module) else ():
+        is_module = isinstance(value, torch.nn.Module) and "_modules" in vars(value)
+        for module in value.modules() if is_module else ():
             if is_fully_sharded(module):
                 module.reshard()  # type: ignore[operator]
 
@@ -198,7 +203,9 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
         rest = [name for name in order if name not in left_out]
         try:
             for name in rest:
+                known = len(graph.pickler.leaves)
                 graph.add(name, variables[name])
+                _try_gradients(graph.pickler.leaves[known:])
         except Exception as error:
             left_out[name] = reason_text(error)
             for other in rest[rest.index(name) + 1 :]:
@@ -218,3 +225,10 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
             notes |= {name: BY_NAME for _, name in imported.values() if name in rest}
             return Packed(graph.pickled(), pickler, left_out | notes)
         order = ordered  # code of a class may read them while an object is loaded
+
+
+def _try_gradients(leaves: Iterable[tuple[Any, Keys]]) -> None:
+    """Raise what the pickling of a gradient of another class or layout raises: it is pickled with those of all."""
+    for leaf, _ in leaves:
+        if leaf.grad is not None and not kinds.is_strided(leaf.grad) and not isinstance(leaf.grad, DTensor):
+            Graph(lambda file, buffers: SavePickler(file, buffers, {}, {})).add("", leaf.grad)

@@ -1,0 +1,133 @@
+"""Digest objects by their own pickle, without their bytes: for objects that a walk cannot look into.
+
+Ranks without an equal digest may have equal objects, for instance sets in another order; the reverse is in practice
+impossible. Tensors count by the fingerprint of their memory, functions and classes of the notebook by their code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import pickle
+import sys
+import types
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ddip.protocol.objects import definitions, pickling
+from ddip.rank.inspection import kinds
+from ddip.rank.saves.save_pickler import SavePickler
+
+if TYPE_CHECKING:
+    from ddip.rank.saves.agreement import Fingerprints
+
+MOST_BYTES = 1 << 30
+"""Limit of a pickle without a memo, in which shared objects are repeated."""
+WALKED = (torch.nn.Module, torch.nn.Parameter, torch.Generator, torch.distributed.ProcessGroup)
+"""Objects that hold more than their pickle tells, or whose attributes may differ between ranks."""
+WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+WRAPPED = ("__func__", "fget", "fset", "func")
+"""Attributes of these wrappers with their functions."""
+
+
+def digest_of(value: Any, prints: Fingerprints) -> str | None:
+    """Return a digest of any object; None if it cannot be pickled, so that no save has it."""
+    if type(value) in (set, frozenset):
+        is_plain = kinds.EXACT.issuperset(map(type, value))
+        texts = [repr(item) if is_plain else digest_of(item, prints) for item in value]
+        return None if None in texts else digest_of(sorted(cast("list[str]", texts)), prints)
+    for is_fast in (True, False):  # the memo depends on which of equal objects are one; without it, no cycles
+        with contextlib.suppress(Exception):
+            return _DigestPickler(prints, is_fast).digest(value)
+    return None
+
+
+def digest_of_items(items: Any, prints: Fingerprints) -> str | None:
+    """Return a digest of a long container of data; None if it has models, parameters and the like, or cycles."""
+    with contextlib.suppress(Exception):
+        return _DigestPickler(prints, is_fast=True, only_data=True).digest(items)
+    return None
+
+
+def code_of(value: types.FunctionType | type) -> list[tuple[str, str | None]]:
+    """Return digests of the code of a function, or of the methods of a notebook's class and its bases."""
+    if isinstance(value, types.FunctionType):
+        return [("", definitions.compute_digest(value.__code__))]
+    found = []
+    for base in kinds.mro_of(value):
+        if kinds.module_name(base) == "__main__":
+            for name, attribute in sorted(vars(base).items()):
+                is_wrapper = isinstance(attribute, WRAPPERS)
+                parts = [getattr(attribute, part, None) for part in WRAPPED] if is_wrapper else [attribute]
+                codes = [part.__code__ for part in parts if isinstance(part, types.FunctionType)]
+                found += [(f"{base.__qualname__}.{name}", definitions.compute_digest(code)) for code in codes]
+    return found
+
+
+def _placeholder(*facts: Any) -> None:
+    """Stand in pickles for an object with these facts."""
+
+
+class _Hash:
+    """A file that keeps only a hash of what is written to it."""
+
+    def __init__(self, most: int | None) -> None:
+        self.hash, self._left = hashlib.blake2b(digest_size=16), most
+
+    def write(self, data: Any) -> int:
+        """Add bytes to the hash; raise PicklingError above the limit."""
+        size = memoryview(data).nbytes
+        if self._left is not None:
+            self._left -= size
+            if self._left < 0:
+                raise pickle.PicklingError("it is too large")
+        self.hash.update(data)
+        return size
+
+
+class _DigestPickler(SavePickler):
+    def __init__(self, prints: Fingerprints, is_fast: bool, only_data: bool = False) -> None:
+        self._hash = _Hash(MOST_BYTES if is_fast else None)
+        super().__init__(cast(io.BytesIO, self._hash), None, {}, {})  # type: ignore[arg-type]
+        self.fast = is_fast
+        self._prints, self._only_data = prints, only_data
+        self._classes: dict[int, Any] = {}
+
+    def digest(self, value: Any) -> str:
+        """Pickle `value`, and return the digest."""
+        self.dump(value)
+        return self._hash.hash.hexdigest()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _placeholder:
+            return NotImplemented
+        if type(obj) is torch.Tensor and not obj.requires_grad and pickling.is_plain_tensor(obj):
+            return _placeholder, (str(obj.dtype), pickling.place_of(obj), self._prints.of(obj.untyped_storage()))
+        is_walked = isinstance(obj, WALKED) or (isinstance(obj, torch.Tensor) and obj.requires_grad)
+        if self._only_data and (is_walked or kinds.role_of(kinds.mro_of(type(obj)))):
+            raise pickle.PicklingError("a walk compares it")
+        if isinstance(obj, torch.TypedStorage):
+            return _placeholder, (str(obj.dtype), self._prints.of(obj._untyped_storage))
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
+            return _placeholder, (self._prints.of(obj),)
+        if isinstance(obj, (type, types.FunctionType)) and _is_importable(obj):
+            return _placeholder, (obj.__module__, obj.__qualname__)
+        if isinstance(obj, types.FunctionType):  # without its globals, which are variables of their own
+            parts = obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj)
+            return _placeholder, (obj.__qualname__, definitions.compute_digest(obj.__code__), *parts)
+        if isinstance(obj, type):
+            if id(obj) not in self._classes:
+                self._classes[id(obj)] = kinds.type_name(obj), definitions.compute_digest(obj) or code_of(obj)
+            return _placeholder, self._classes[id(obj)]
+        return super().reducer_override(obj)
+
+
+def _is_importable(obj: type | types.FunctionType) -> bool:
+    """Return whether a class or function is found under its name in another module than the notebook's."""
+    with contextlib.suppress(Exception):
+        found = functools.reduce(getattr, obj.__qualname__.split("."), cast(Any, sys.modules[obj.__module__]))
+        return obj.__module__ != "__main__" and found is obj
+    return False

@@ -1,0 +1,142 @@
+"""Variables count as equal on all ranks only if all of their contents are."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import datetime
+import decimal
+import io
+import itertools
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddip.rank.saves.agreement import Fingerprints, classify_variables, digest_variables
+
+
+class Sample:
+    """An item of a data set."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Tag(str):
+    """A text with an attribute."""
+
+
+def classify(*of_ranks: Any) -> str:
+    """Classify a variable that has these values on the ranks."""
+    digests = [digest_variables({"value": value}, Fingerprints()) for value in of_ranks]
+    return classify_variables(["value"], digests, [])["value"]
+
+
+def middle(value: Any) -> list[Any]:
+    return [*range(500), value, *range(500)]
+
+
+def nested(value: Any, depth: int) -> Any:
+    return [nested(value, depth - 1)] if depth else value
+
+
+def tagged(value: Any, number: int) -> Any:
+    value.number = number
+    return value
+
+
+def in_cycle(number: int) -> Any:
+    found: list[Any] = middle([number])
+    found.append(found)
+    return found
+
+
+def table(number: int) -> Any:
+    return pytest.importorskip("pandas").DataFrame({"x": [1, number], "y": ["a", str(number)]})
+
+
+def arrow(number: int) -> Any:
+    return pytest.importorskip("pyarrow").table({"x": [1, number]})
+
+
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "list": middle,
+    "tuple": lambda n: tuple(middle(n)),
+    "deque": lambda n: collections.deque(middle(n)),
+    "longest deque": lambda n: collections.deque(maxlen=n),
+    "dict": lambda n: dict(enumerate(middle(n))),
+    "set": lambda n: {*range(2000), -n},
+    "set of tuples": lambda n: {(1, n)},
+    "order": lambda n: dict.fromkeys([n, 3 - n], 0),
+    "large key": lambda n: {10**12 + n: 0},
+    "key of a class": lambda n: {datetime.date(2020, 1, n): 0},
+    "subset": lambda n: torch.utils.data.Subset(range(2000), middle(n)),  # type: ignore[arg-type]
+    "samples": lambda n: middle(Sample(n)),
+    "tensors": lambda n: middle((torch.tensor([n]), 1)),
+    "parameters": lambda n: middle(torch.nn.Parameter(torch.tensor([float(n)]))),
+    "cycle": in_cycle,
+    "nested": lambda n: nested(n, 40),
+    "decimal": decimal.Decimal,
+    "array.array": lambda n: array.array("i", [n]),
+    "bytearray": lambda n: bytearray(3 << 20) + bytes([n]) + bytearray(3 << 20),
+    "time": datetime.time,
+    "memory": lambda n: io.BytesIO(bytes([n])),
+    "pattern": lambda n: re.compile(str(n)),
+    "number in C": ctypes.c_int,
+    "iterator": lambda n: iter([n]),
+    "endless iterator": lambda n: itertools.cycle([n]),
+    "method in C": lambda n: [n].append,
+    "function": lambda n: eval(f"lambda: {n}"),
+    "factory": lambda n: collections.defaultdict(tagged(lambda: 0, n)),
+    "text": lambda n: tagged(Tag("x"), n),
+    "masked": lambda n: np.ma.array([1.0, 2.0], mask=[n == 1, False]),
+    "objects": lambda n: np.array([n, "a", None] * 500, dtype=object),
+    "frame": table,
+    "series": lambda n: table(n).x,
+    "arrow": arrow,
+    "sparse": lambda n: torch.sparse_coo_tensor([[0]], [float(n)], (2,), check_invariants=True),
+    "csr": lambda n: (torch.eye(2) * n).to_sparse_csr(),
+    "strided nested": lambda n: torch.nested.nested_tensor([torch.ones(2) * n, torch.ones(3)]),
+    "quantized": lambda n: torch.quantize_per_tensor(torch.zeros(2), 0.1 * n, 0, torch.quint8),
+    "conjugate": lambda n: [torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64).conj()][n - 1],
+    "attribute": lambda n: tagged(torch.ones(2), n),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_different_values_are_told_apart(kind: str) -> None:
+    make = MAKERS[kind]
+    assert classify(make(1), make(1)) == "equal"
+    assert classify(make(1), make(2)) == "per rank"
+    assert classify({"inside": make(1)}, {"inside": make(2)}) == "per rank"
+
+
+def test_a_part_of_another_variable_counts_too() -> None:
+    history = [1]
+    one = digest_variables({"history": history, "trainer": types.SimpleNamespace(history=history)}, Fingerprints())
+    other = digest_variables({"history": [2], "trainer": types.SimpleNamespace(history=[2])}, Fingerprints())
+    assert set(classify_variables(["history", "trainer"], [one, other], []).values()) == {"per rank"}
+
+
+def training(rank: int) -> Any:
+    """Return a model, its optimizer after a step, and the sampler of a rank."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(200)))
+    opt = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    opt.step()
+    return net, opt, torch.utils.data.DistributedSampler(range(9), 2, rank)  # type: ignore[arg-type]
+
+
+def test_objects_of_the_process_do_not_count() -> None:
+    one, other = training(0), training(1)
+    assert classify(one, other) == "equal"
+    other[1].state[other[0][100].weight]["exp_avg"][0, 0] += 1
+    assert classify(one, other) == "per rank"
