@@ -10,7 +10,7 @@ from typing import Any
 
 
 def groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups of `module`, without those of its parts; none if it is not fully sharded."""
+    """Return the parameter groups of a module, without those of its parts; none if it is not sharded."""
     return groups_of_state(module._get_fsdp_state()) if hasattr(module, "_get_fsdp_state") else []
 
 

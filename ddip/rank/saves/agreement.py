@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -23,13 +23,12 @@ from ddip.rank.inspection.state_report import VERSION
 from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects.checksum import BytesSum
 from ddip.rank.saves import content_digest, save_folder
+from ddip.rank.saves.content_digest import Fingerprints
 from ddip.sharded import contents
-from ddip.sharded.copies import fingerprint_of, from_all
+from ddip.sharded.copies import from_all
 
 T = TypeVar("T")
 EQUAL_BUT_FOR_BUFFERS = "equal but for buffers"
-Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
-"""Size of a storage in bytes, and a hash of its contents."""
 HOOKS = re.compile(r"\._\w*hooks\w*(\[|#order)")
 """Part of a path to a hook; ``fully_shard`` adds them in an order that differs between ranks."""
 
@@ -90,21 +89,6 @@ def reason_text(error: BaseException) -> str:
     return line if type(found) in (ValueError, LookupError, pickle.PicklingError) else f"{type(found).__name__}: {line}"
 
 
-class Fingerprints:
-    """Fingerprints of the contents of storages, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.UntypedStorage, Fingerprint]] = {}
-        """By the storage's ``_cdata``, with the storage, so that another one does not get the same."""
-
-    def of(self, storage: torch.UntypedStorage) -> Fingerprint:
-        """Return the size of a storage and the fingerprint of its bytes."""
-        if storage._cdata not in self._known:
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            self._known[storage._cdata] = storage, (len(flat), fingerprint_of(flat))
-        return self._known[storage._cdata][1]
-
-
 def digest_variables(variables: Mapping[str, Any], prints: Fingerprints) -> Digests:
     """Return the digests of `variables`, with `prints` of the memory of their tensors.
 
@@ -144,7 +128,7 @@ def _sorted_items(items: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _content_of(value: Any, is_unseen: bool, prints: Fingerprints) -> Any:
-    """Return facts that compare the contents of an object beyond the parts that a walk visits; None for no such.
+    """Return facts about contents of an object that a walk does not visit; None if there are none.
 
     `is_unseen`: whether the walk could not visit all parts.
     """

@@ -13,17 +13,17 @@ import io
 import pickle
 import sys
 import types
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from ddip.protocol.objects import definitions, pickling
 from ddip.rank.inspection import kinds
 from ddip.rank.saves.save_pickler import SavePickler
+from ddip.sharded.copies import fingerprint_of
 
-if TYPE_CHECKING:
-    from ddip.rank.saves.agreement import Fingerprints
-
+Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
+"""Size of a storage in bytes, and a hash of its contents."""
 MOST_BYTES = 1 << 30
 """Limit of a pickle without a memo, in which shared objects are repeated."""
 WALKED = (torch.nn.Module, torch.nn.Parameter, torch.Generator, torch.distributed.ProcessGroup)
@@ -31,6 +31,21 @@ WALKED = (torch.nn.Module, torch.nn.Parameter, torch.Generator, torch.distribute
 WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
 WRAPPED = ("__func__", "fget", "fset", "func")
 """Attributes of these wrappers with their functions."""
+
+
+class Fingerprints:
+    """Fingerprints of the contents of storages, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.UntypedStorage, Fingerprint]] = {}
+        """By the storage's ``_cdata``, with the storage, so that another one does not get the same."""
+
+    def of(self, storage: torch.UntypedStorage) -> Fingerprint:
+        """Return the size of a storage and the fingerprint of its bytes."""
+        if storage._cdata not in self._known:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            self._known[storage._cdata] = storage, (len(flat), fingerprint_of(flat))
+        return self._known[storage._cdata][1]
 
 
 def digest_of(value: Any, prints: Fingerprints) -> str | None:
@@ -46,7 +61,7 @@ def digest_of(value: Any, prints: Fingerprints) -> str | None:
 
 
 def digest_of_items(items: Any, prints: Fingerprints) -> str | None:
-    """Return a digest of a long container of data; None if it has models, parameters and the like, or cycles."""
+    """Return a digest of a long container of data; None if it has models, parameters or cycles."""
     with contextlib.suppress(Exception):
         return _DigestPickler(prints, is_fast=True, only_data=True).digest(items)
     return None
@@ -67,7 +82,7 @@ def code_of(value: types.FunctionType | type) -> list[tuple[str, str | None]]:
     return found
 
 
-def _placeholder(*facts: Any) -> None:
+def _stand_in(*facts: Any) -> None:
     """Stand in pickles for an object with these facts."""
 
 
@@ -102,26 +117,26 @@ class _DigestPickler(SavePickler):
         return self._hash.hash.hexdigest()
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is _placeholder:
+        if obj is _stand_in:
             return NotImplemented
         if type(obj) is torch.Tensor and not obj.requires_grad and pickling.is_plain_tensor(obj):
-            return _placeholder, (str(obj.dtype), pickling.place_of(obj), self._prints.of(obj.untyped_storage()))
+            return _stand_in, (str(obj.dtype), pickling.place_of(obj), self._prints.of(obj.untyped_storage()))
         is_walked = isinstance(obj, WALKED) or (isinstance(obj, torch.Tensor) and obj.requires_grad)
         if self._only_data and (is_walked or kinds.role_of(kinds.mro_of(type(obj)))):
             raise pickle.PicklingError("a walk compares it")
         if isinstance(obj, torch.TypedStorage):
-            return _placeholder, (str(obj.dtype), self._prints.of(obj._untyped_storage))
+            return _stand_in, (str(obj.dtype), self._prints.of(obj._untyped_storage))
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
-            return _placeholder, (self._prints.of(obj),)
+            return _stand_in, (self._prints.of(obj),)
         if isinstance(obj, (type, types.FunctionType)) and _is_importable(obj):
-            return _placeholder, (obj.__module__, obj.__qualname__)
+            return _stand_in, (obj.__module__, obj.__qualname__)
         if isinstance(obj, types.FunctionType):  # without its globals, which are variables of their own
             parts = obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj)
-            return _placeholder, (obj.__qualname__, definitions.compute_digest(obj.__code__), *parts)
+            return _stand_in, (obj.__qualname__, definitions.compute_digest(obj.__code__), *parts)
         if isinstance(obj, type):
             if id(obj) not in self._classes:
                 self._classes[id(obj)] = kinds.type_name(obj), definitions.compute_digest(obj) or code_of(obj)
-            return _placeholder, self._classes[id(obj)]
+            return _stand_in, self._classes[id(obj)]
         return super().reducer_override(obj)
 
 

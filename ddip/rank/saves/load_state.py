@@ -34,11 +34,11 @@ from ddip.rank.saves import save_folder, save_pickler
 from ddip.rank.saves.agreement import (
     EQUAL_BUT_FOR_BUFFERS,
     AgreedError,
-    Fingerprints,
     do_on_all,
     ensure_visible,
     reason_text,
 )
+from ddip.rank.saves.content_digest import Fingerprints
 from ddip.rank.saves.detached import ensure_connected
 from ddip.rank.saves.holders import find_holders
 from ddip.rank.saves.loader_workers import LOST
@@ -199,7 +199,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
                 if source.is_same_size:
                     contents.set_process_generators(source.header["generators"])
     except BaseException:
-        _undo(loading, replaced)
+        _undo_load(loading, replaced)
         raise
     loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
     history.replace_snapshots()
@@ -232,16 +232,16 @@ def _unpickle_agreed(
             values, kept, failed = do_on_all(partial(_unpickle_variables, source, loading, replaced, chosen))
             more = _agree_on_lost(failed, needed)
         except BaseException:
-            _undo(loading, replaced)
+            _undo_load(loading, replaced)
             raise
         if more.keys() <= lost.keys():
             return loading, values, kept
         lost |= more
         chosen.difference_update(lost)
-        _undo(loading, replaced)
+        _undo_load(loading, replaced)
 
 
-def _undo(loading: Loading, replaced: _Namespace) -> None:
+def _undo_load(loading: Loading, replaced: _Namespace) -> None:
     """Give all variables and existing tensors their former values."""
     with _without_interrupts():
         replaced.restore()

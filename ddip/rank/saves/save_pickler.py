@@ -277,7 +277,7 @@ class SavePickler(pickling.Pickler):
 
 
 def _current_of(parameter: Any) -> Any:
-    """Return the parameter that a module has in the place of a ``FSDPParam``, which is set once a pass begins."""
+    """Return the parameter that a module has in the place of a ``FSDPParam``."""
     return getattr(parameter._module_info.module, parameter._module_info.param_name)
 
 
@@ -617,7 +617,7 @@ def _try_state(obj: Any, state: Any) -> None:
 
 
 def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
-    """Copy `value` and the containers in it, at any depth, but no other object; `copies` has those made so far."""
+    """Copy `value` and the containers in it, but no other object; `copies` has those made so far."""
     kind = type(value)
     if id(value) in copies or kind not in (tuple, list, set, dict, OrderedDict, defaultdict):
         return copies.get(id(value), value)
@@ -674,7 +674,7 @@ def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]
 def _shard_again(
     modules: list[Any], settings: dict[str, Any], managed: list[tuple[Any, int]], of_group: dict[str, Any]
 ) -> None:
-    """Call ``fully_shard`` on modules whose `managed` parameters are sharded already, and keep these parameters.
+    """Call ``fully_shard`` on modules whose `managed` parameters are sharded, and keep these parameters.
 
     torch shards a parameter without memory; ``fully_shard`` takes a parameter that was set afterwards as it is.
     """

@@ -33,14 +33,13 @@ from ddip.rank.saves import save_folder
 from ddip.rank.saves.agreement import (
     AgreedError,
     Digests,
-    Fingerprint,
-    Fingerprints,
     classify_variables,
     digest_variables,
     do_on_all,
     ensure_visible,
     reason_text,
 )
+from ddip.rank.saves.content_digest import Fingerprint, Fingerprints
 from ddip.rank.saves.save_pickler import Slot
 from ddip.rank.saves.tensor_files import TensorWriter
 from ddip.rank.saves.variables import (

@@ -228,7 +228,7 @@ def pack_variables(variables: Mapping[str, Any]) -> Packed:
 
 
 def _try_gradients(leaves: Iterable[tuple[Any, Keys]]) -> None:
-    """Raise what the pickling of a gradient of another class or layout raises: it is pickled with those of all."""
+    """Raise the error of pickling a gradient of another class or layout: all are pickled as one."""
     for leaf, _ in leaves:
         if leaf.grad is not None and not kinds.is_strided(leaf.grad) and not isinstance(leaf.grad, DTensor):
             Graph(lambda file, buffers: SavePickler(file, buffers, {}, {})).add("", leaf.grad)
