@@ -25,8 +25,8 @@ UNOWNED = "{name} uses {what} of no variable that this load could add; %dipload 
 def ensure_connected(loading: Loading, loadable: Collection[str]) -> None:
     """Raise ValueError if an optimizer would be loaded without its parameters.
 
-    Also raise it for a scheduler without its optimizer, and for new parameters whose optimizer stays as it is although a
-    loaded variable holds it. The error names all variables that must be loaded together. `loadable`: names of the
+    Also raise it for a scheduler without its optimizer, and for new parameters whose optimizer stays as it is although
+    a loaded variable holds it. The error names all variables that must be loaded together. `loadable`: names of the
     variables that can be chosen.
     """
     graph, names, why = _SavedGraph(loading), set(loading.chosen), ""
