@@ -478,8 +478,10 @@ class Walk:
                 wrapper and name.startswith("_") or optimizer and name == "defaults" or is_lost and name.startswith("_")
             ):
                 continue  # reducer internals, copies of param_groups, or a wrapper of a former group
+            elif self._summarize and module and name.startswith("__composable_api"):
+                continue  # state of fully_shard
             elif self._summarize and module and "_hooks" in name and isinstance(attributes[name], dict):
-                self.values[f"{path}.{name}#keys"] = len(attributes[name])  # those of fully_shard reach all of torch
+                self.values[f"{path}.{name}#keys"] = len(attributes[name])  # hooks of fully_shard reach its state
             elif name not in kinds.SKIPPED_ATTRIBUTES and not (module and "_hooks" in name and not attributes[name]):
                 shown = UNIQUE_ID.sub("<id>", name) if len(name) > 20 else name
                 self._enqueue(f"{path}.{shown}", attributes[name], depth, path, "attribute", name)
