@@ -1441,9 +1441,12 @@ def test_an_unusual_variable_does_not_stop_a_save(cells: ddip.Group, folder: str
         holder = torch.nn.Module(); holder.register_buffer("parts", nested)
         opaque, unfinished, step = torch.ones(3, 3).to_mkldnn(), Unfinished(), 1
         net = torch.nn.Linear(2, 1); net.weight.grad = torch.ones(1, 2).as_subclass(Unsaved)
+        import weakref
+        ended = weakref.proxy(Unfinished())
     """)
     report = cells.save(folder)
-    assert report["left_out"].keys() == {"opaque", "net", "unfinished"} and "not this one" in report["left_out"]["net"]
+    assert report["left_out"].keys() == {"opaque", "net", "unfinished", "ended"}
+    assert "not this one" in report["left_out"]["net"]
     cells.run("nested = holder = None; step = 0")
     cells.load(folder)
     cells.run("assert [len(n) for n in (*nested.unbind(), *holder.parts.unbind())] == [2, 3, 2, 3] and step == 1")

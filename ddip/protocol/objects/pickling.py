@@ -528,7 +528,8 @@ def loading_order(value: Any) -> int:
 
     Code of a class may run while later objects are loaded, so modules and functions come first.
     """
-    return 0 if isinstance(value, ModuleType) else 1 if isinstance(value, FunctionType) else 2 + isinstance(value, type)
+    kind = type(value)  # isinstance() fails for a proxy of an object that has ended
+    return 0 if issubclass(kind, ModuleType) else 1 if issubclass(kind, FunctionType) else 2 + issubclass(kind, type)
 
 
 # -- several names, with one memo

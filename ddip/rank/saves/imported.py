@@ -58,7 +58,7 @@ def _is_data(value: Any) -> bool:
     kind = type(value)
     return (
         kind.__module__ in ("builtins", "__main__")
-        or isinstance(value, (type, torch.nn.Module, torch.optim.Optimizer))
+        or issubclass(kind, (type, torch.nn.Module, torch.optim.Optimizer))
         or hasattr(kind, "__array__")  # tensors too
     )
 

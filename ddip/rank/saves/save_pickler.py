@@ -654,6 +654,8 @@ def fill_sharded(module: Any, state: tuple[Keys, dict[str, Any], dict[str, Any]]
     Raises ValueError if this number of ranks cannot share the parameters of a new one.
     """
     keys, own, settings = state
+    if "managed" not in settings:
+        raise ValueError("it is a fully_shard model of an older ddip; save it again with this one")
     modules, managed, of_group = (settings.pop(name) for name in ("modules", "managed", "group"))
     loading = current.get()
     if loading.find(keys) is not None:

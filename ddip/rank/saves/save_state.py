@@ -156,7 +156,7 @@ def _describe_part(variables: dict[str, Any], packed: Packed) -> _PartFacts:
     prints = Fingerprints()
     return _PartFacts(
         names=[name for name in packed.pickled if name in variables],
-        imports=[name for name, value in variables.items() if isinstance(value, ModuleType)],
+        imports=[name for name, value in variables.items() if issubclass(type(value), ModuleType)],
         left_out=packed.left_out,
         digests=digest_variables(variables, prints),
         sums=[prints.of(slot.tensor.untyped_storage()) for slot in slots if not slot.is_sharded],

@@ -54,12 +54,12 @@ def find_keys(variables: Mapping[str, Any]) -> dict[Key, Any]:
     """Return the objects that a load can fill in place, by key; an object may have several."""
     found: dict[Key, Any] = {}
     for variable, value in variables.items():
-        if isinstance(value, torch.nn.Module):
+        if issubclass(type(value), torch.nn.Module):  # isinstance() fails for a proxy of an object that has ended
             with contextlib.suppress(Exception):  # such as a module whose constructor did not call torch's
                 modules = value.named_modules(remove_duplicate=False)
                 of_module = {Key(variable, "module", name): module for name, module in modules}
                 found |= of_module | {Key(variable, "tensor", name): tensor for name, tensor in _tensors_of(value)}
-        elif isinstance(value, KEYED):
+        elif issubclass(type(value), KEYED):
             found[Key(variable, "object", "")] = value
     return found
 
@@ -177,7 +177,7 @@ def _can_be_written(tensor: torch.Tensor) -> bool:
 def reshard_models(values: Iterable[Any]) -> None:
     """Free gathered parameters of ``fully_shard``, which would be found instead of the sharded ones."""
     for value in values:
-        is_module = isinstance(value, torch.nn.Module) and "_modules" in vars(value)
+        is_module = issubclass(type(value), torch.nn.Module) and "_modules" in vars(value)
         for module in value.modules() if is_module else ():
             if is_fully_sharded(module):
                 module.reshard()  # type: ignore[operator]
