@@ -39,8 +39,8 @@ DIFFER = (
 )
 UNKNOWN = "the ranks could not be compared"
 UNKNOWN_SINCE_FAULT = (
-    "the ranks could not be compared after a fault, and may differ; %dipload {folder} loads the former save, and "
-    "--every again takes the ranks as they are"
+    "the ranks could not be compared after a fault, and may differ; type --every again after %dipload {folder}, or to "
+    "save each rank's own values"
 )
 LOOK_SECONDS = 5.0
 """Least time between two comparisons of the ranks while saves wait."""

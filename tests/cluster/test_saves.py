@@ -1442,7 +1442,7 @@ def test_an_unusual_variable_does_not_stop_a_save(cells: ddip.Group, folder: str
         opaque, unfinished, step = torch.ones(3, 3).to_mkldnn(), Unfinished(), 1
         net = torch.nn.Linear(2, 1); net.weight.grad = torch.ones(1, 2).as_subclass(Unsaved)
         import weakref
-        ended = weakref.proxy(Unfinished())
+        ended, without_values = weakref.proxy(Unfinished()), torch.nn.Linear(2, 2, device="meta")
     """)
     report = cells.save(folder)
     assert report["left_out"].keys() == {"opaque", "net", "unfinished", "ended"}

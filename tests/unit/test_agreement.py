@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddip.rank.saves.agreement import Fingerprints, classify_variables, digest_variables
+from ddip.rank.saves.agreement import classify_variables, digest_variables
+from ddip.rank.saves.content_digest import Fingerprints, digest_of_items
 
 
 class Sample:
@@ -140,3 +141,11 @@ def test_objects_of_the_process_do_not_count() -> None:
     assert classify(one, other) == "equal"
     other[1].state[other[0][100].weight]["exp_avg"][0, 0] += 1
     assert classify(one, other) == "per rank"
+
+
+def test_objects_that_items_share_are_digested_once() -> None:
+    """A pickle without a memo would repeat them; the walk visits them once."""
+    vocabulary = {f"word {number}": number for number in range(3000)}
+    assert digest_of_items([types.SimpleNamespace(words=vocabulary) for _ in range(300)], Fingerprints()) is None
+    numbers = [(number, [1, 2]) for number in range(300)]
+    assert digest_of_items(numbers, Fingerprints()) is not None

@@ -24,8 +24,6 @@ from ddip.sharded.copies import fingerprint_of
 
 Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
 """Size of a storage in bytes, and a hash of its contents."""
-MOST_BYTES = 1 << 30
-"""Limit of a pickle without a memo, in which shared objects are repeated."""
 WALKED = (torch.nn.Module, torch.nn.Parameter, torch.Generator, torch.distributed.ProcessGroup)
 """Objects that hold more than their pickle tells, or whose attributes may differ between ranks."""
 WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
@@ -54,17 +52,25 @@ def digest_of(value: Any, prints: Fingerprints) -> str | None:
         is_plain = kinds.EXACT.issuperset(map(type, value))
         texts = [repr(item) if is_plain else digest_of(item, prints) for item in value]
         return None if None in texts else digest_of(sorted(cast("list[str]", texts)), prints)
-    for is_fast in (True, False):  # the memo depends on which of equal objects are one; without it, no cycles
-        with contextlib.suppress(Exception):
-            return _DigestPickler(prints, is_fast).digest(value)
+    with contextlib.suppress(Exception):
+        digest, size = _DigestPickler(prints).digest(value)  # it depends on which of equal objects are one
+        with contextlib.suppress(Exception):  # such as cycles
+            digest, _ = _DigestPickler(prints, most=_limit(size)).digest(value)
+        return digest
     return None
 
 
 def digest_of_items(items: Any, prints: Fingerprints) -> str | None:
     """Return a digest of a long container of data; None if it has models, parameters or cycles."""
     with contextlib.suppress(Exception):
-        return _DigestPickler(prints, is_fast=True, only_data=True).digest(items)
+        _, size = _DigestPickler(prints, only_data=True).digest(items)
+        return _DigestPickler(prints, only_data=True, most=_limit(size)).digest(items)[0]
     return None
+
+
+def _limit(size: int) -> int:
+    """Return the limit of a pickle without a memo, in which shared objects are repeated; `size`: with a memo."""
+    return 8 * size + (1 << 20)
 
 
 def code_of(value: types.FunctionType | type) -> list[tuple[str, str | None]]:
@@ -87,34 +93,35 @@ def _stand_in(*facts: Any) -> None:
 
 
 class _Hash:
-    """A file that keeps only a hash of what is written to it."""
+    """A file that keeps only a hash of what is written to it, and the size."""
 
     def __init__(self, most: int | None) -> None:
-        self.hash, self._left = hashlib.blake2b(digest_size=16), most
+        self.hash, self.size, self._most = hashlib.blake2b(digest_size=16), 0, most
 
     def write(self, data: Any) -> int:
         """Add bytes to the hash; raise PicklingError above the limit."""
         size = memoryview(data).nbytes
-        if self._left is not None:
-            self._left -= size
-            if self._left < 0:
-                raise pickle.PicklingError("it is too large")
+        self.size += size
+        if self._most is not None and self.size > self._most:
+            raise pickle.PicklingError("it is too large")
         self.hash.update(data)
         return size
 
 
 class _DigestPickler(SavePickler):
-    def __init__(self, prints: Fingerprints, is_fast: bool, only_data: bool = False) -> None:
-        self._hash = _Hash(MOST_BYTES if is_fast else None)
+    """Pickles one value; without a memo if there is a limit of bytes, `most`."""
+
+    def __init__(self, prints: Fingerprints, only_data: bool = False, most: int | None = None) -> None:
+        self._hash = _Hash(most)
         super().__init__(cast(io.BytesIO, self._hash), None, {}, {})  # type: ignore[arg-type]
-        self.fast = is_fast
+        self.fast = most is not None
         self._prints, self._only_data = prints, only_data
         self._classes: dict[int, Any] = {}
 
-    def digest(self, value: Any) -> str:
-        """Pickle `value`, and return the digest."""
+    def digest(self, value: Any) -> tuple[str, int]:
+        """Pickle `value`; return the digest and the size of the pickle in bytes."""
         self.dump(value)
-        return self._hash.hash.hexdigest()
+        return self._hash.hash.hexdigest(), self._hash.size
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is _stand_in:

@@ -553,7 +553,7 @@ def open_tensor(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> 
     old = loading.find(keys)
     if old is None:
         return new
-    if loading.is_chosen(keys) and keys not in loading.filled and kinds.is_plain(old):
+    if loading.is_chosen(keys) and keys not in loading.filled and kinds.is_plain(old) and old.device.type != "meta":
         loading.fill_now(old, new)
     loading.fill_later(keys, lambda: _fill_tensor(old, new))
     return old
