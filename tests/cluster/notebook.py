@@ -17,6 +17,7 @@ from jupyter_client.session import new_id
 
 Messages = list[tuple[str, dict[str, Any]]]
 """Type and content of each message."""
+KERNEL_STARTS = 3
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -84,16 +85,24 @@ class Notebook:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manager = KernelManager(kernel_name="python3")
         # ipykernel does not capture the output of C code if this variable says that pytest runs
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        self.manager.start_kernel(cwd=str(folder), env=environment)
         self._late_messages: list[Any] = []
         """Messages of cells that had already ended."""
         self._prompts: list[str] = []
         self._answers: list[str | None | Callable[[], object]] | None = None
         """Answers to the next prompts of the running cell; None: it has no stdin."""
-        self._connect()
+        for attempt in range(KERNEL_STARTS):
+            self.manager = KernelManager(kernel_name="python3")
+            self.manager.start_kernel(cwd=str(folder), env=environment)
+            try:
+                self._connect()
+                break
+            except RuntimeError:  # another process has taken one of the ports that Jupyter had chosen
+                if self.manager.is_alive() or attempt == KERNEL_STARTS - 1:
+                    raise
+                self.client.stop_channels()
+                self.manager.cleanup_resources()
 
     def _connect(self) -> None:
         self.client = self.manager.client()

@@ -19,6 +19,7 @@ import pytest
 import ddip
 from ddip.errors import CellError, RequestInterrupted, TransferError
 
+from ..conftest import TORCH
 from .leftovers import family_of, wait_until
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
@@ -238,6 +239,8 @@ def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -
     cells.run("assert net.weight.grad.tolist() == expected")
 
 
+GLOO_ADDS = TORCH < (2, 8)
+"""True if gloo's reduce_scatter adds where it is to average: gradients of FSDP2 on the CPU depend on the size."""
 SHARDED = """
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -256,8 +259,8 @@ def methods():
     fully_shard([net[0], net[2]])
     fully_shard(net[3])
     for part in (net[0], net[3]):
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)
+        for name, value in {"force_sum_reduction_for_comms": True, "gradient_divide_factor": 1.0}.items():
+            if hasattr(part, f"set_{name}"): getattr(part, f"set_{name}")(value)  # torch 2.7 lacks them
     return fully_shard(net, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
 def half():
     return fully_shard(chain(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -278,7 +281,7 @@ def test_settings_of_a_sharded_model_are_kept(warmed_up: None, folder: str, kind
     with ddip.Group(2) as group:
         assert group.load(folder)["not_loaded"] == {}
         assert train_on(group) == undisturbed
-    if kind == "methods":
+    if kind == "methods" or GLOO_ADDS:
         return
     with ddip.Group(3) as group:
         group.load(folder)
@@ -294,7 +297,9 @@ def test_settings_of_a_sharded_model_are_kept(warmed_up: None, folder: str, kind
     [
         ("fsdp", "requires_gradient_sync"),
         ("half", "requires_gradient_sync"),
-        ("replicas", "requires_all_reduce"),
+        pytest.param(
+            "replicas", "requires_all_reduce", marks=pytest.mark.skipif(GLOO_ADDS, reason="gloo has no average")
+        ),
     ],
 )
 def test_unreduced_gradients_are_named_and_dropped(cells: ddip.Group, folder: str, kind: str, micro_batch: str) -> None:

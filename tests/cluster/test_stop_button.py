@@ -64,7 +64,7 @@ def test_a_stopped_push_frees_the_ranks_and_leaves_nothing(cells: ddip.Group, tm
         cells.push({"fine": 1, "slow": slow_object(tmp_path)})
     thread.join()
     assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {caught.value}"]
-    assert [info.state_text for info in cells.info()] == ["idle", "idle"]
+    wait_until(lambda: [info.state_text for info in cells.info()] == ["idle", "idle"])
     cells.run(f"{PROOF}\nassert kept == rank and 'fine' not in globals() and 'slow' not in globals()")
 
 
