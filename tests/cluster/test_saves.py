@@ -302,23 +302,25 @@ def test_settings_of_a_sharded_model_are_kept(warmed_up: None, folder: str, kind
         ),
     ],
 )
-def test_unreduced_gradients_are_named_and_dropped(cells: ddip.Group, folder: str, kind: str, micro_batch: str) -> None:
-    cells.run(f"{TRAINING}\n{SHARDED}\nprepare({kind}); train(3); opt.zero_grad()")
-    assert not cells.save(folder)["left_out"]
-    undisturbed = train_on(cells)
-    cells.run(f"model.set_{micro_batch}(False); model(data.tensors[0]).square().sum().backward()")
-    assert cells.save(f"{folder}b")["left_out"].keys() == {"gradients of model"}
-    assert cells.load(folder)["in_place"] == ["model", "opt", "schedule"]
-    assert train_on(cells) == undisturbed
-    cells.run("model.set_all_reduce_hook(len)")
-    assert cells.save(f"{folder}b")["left_out"].keys() == {"all-reduce hook of model"}
+def test_unreduced_gradients_are_named_and_dropped(warmed_up: None, folder: str, kind: str, micro_batch: str) -> None:
+    with ddip.Group(2) as group:
+        group.run(f"{TRAINING}\n{SHARDED}\nprepare({kind}); train(3); opt.zero_grad()")
+        assert not group.save(folder)["left_out"]
+        undisturbed = train_on(group)
+        group.run(f"model.set_{micro_batch}(False); model(data.tensors[0]).square().sum().backward()")
+        assert group.save(f"{folder}b")["left_out"].keys() == {"gradients of model"}
+        assert group.load(folder)["in_place"] == ["model", "opt", "schedule"]
+        assert train_on(group) == undisturbed
+        group.run("model.set_all_reduce_hook(len)")
+        assert group.save(f"{folder}b")["left_out"].keys() == {"all-reduce hook of model"}
 
 
-def test_columns_that_the_ranks_cannot_share_change_nothing(cells: ddip.Group, folder: str) -> None:
-    cells.run(
-        f"{TRAINING}\n{SHARDED}\nnet = fully_shard(nn.Linear(4, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))"
-    )
-    cells.save(folder)
+def test_columns_that_the_ranks_cannot_share_change_nothing(warmed_up: None, folder: str) -> None:
+    with ddip.Group(2) as group:
+        group.run(
+            f"{TRAINING}\n{SHARDED}\nnet = fully_shard(nn.Linear(4, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))"
+        )
+        group.save(folder)
     with (
         ddip.Group(3) as group,
         pytest.raises(TransferError, match=r"net cannot be loaded: .*\(2, 4\).* among 3 ranks"),
