@@ -148,7 +148,7 @@ def test_a_group_lives_and_ends_in_the_classic_notebook(classic: Classic) -> Non
     classic.answer("debug", "p x")
     classic.answer("debug", "c")
     shown = classic.finish("debug")
-    assert "rank 1 of 2, cell [" in shown and shown.index("41") < shown.index("after 40"), shown
+    assert "rank 1 of 2, cell [" in shown and "\n41\n" in shown and "after 40" in shown, shown
 
     classic.run("push")
     assert classic.run("cell").strip() == "doubled on 2"
