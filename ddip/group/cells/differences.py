@@ -159,9 +159,9 @@ class Differences:
         return sorted({name for _, name in self._differing_paths()})
 
     def _differing_paths(self) -> list[tuple[int, str]]:
-        """Return hashes and variables of the paths that differ since a fault, and forget those that are equal again.
+        """Return hashes and variables of the paths that still differ since a fault.
 
-        The paths beyond `MOST_PATHS` are missing.
+        Forgets paths that are equal again. Those beyond `MOST_PATHS` are missing.
         """
         if not self._unsettled:
             return []

@@ -55,7 +55,7 @@ def digest_of(value: Any, prints: Fingerprints) -> str | None:
     with contextlib.suppress(Exception):
         digest, size = _DigestPickler(prints).digest(value)  # it depends on which of equal objects are one
         with contextlib.suppress(Exception):  # such as cycles
-            digest, _ = _DigestPickler(prints, most=_limit(size)).digest(value)
+            digest, _ = _DigestPickler(prints, most=_most_bytes(size)).digest(value)
         return digest
     return None
 
@@ -64,12 +64,15 @@ def digest_of_items(items: Any, prints: Fingerprints) -> str | None:
     """Return a digest of a long container of data; None if it has models, parameters or cycles."""
     with contextlib.suppress(Exception):
         _, size = _DigestPickler(prints, only_data=True).digest(items)
-        return _DigestPickler(prints, only_data=True, most=_limit(size)).digest(items)[0]
+        return _DigestPickler(prints, only_data=True, most=_most_bytes(size)).digest(items)[0]
     return None
 
 
-def _limit(size: int) -> int:
-    """Return the limit of a pickle without a memo, in which shared objects are repeated; `size`: with a memo."""
+def _most_bytes(size: int) -> int:
+    """Return the limit of a pickle without a memo, which repeats shared objects.
+
+    `size`: size in bytes of the same pickle with a memo.
+    """
     return 8 * size + (1 << 20)
 
 
