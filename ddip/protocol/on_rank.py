@@ -23,6 +23,7 @@ from ddip.protocol.reports import (
     CallNotes,
     Compared,
     Described,
+    Digests,
     Ends,
     Figures,
     Hello,
@@ -43,7 +44,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 26
+VERSION = 27
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -362,12 +363,16 @@ def begun_operations() -> Begun: ...
 def pending_wait() -> PendingWait | None: ...
 
 
+@remote("process_group.collectives.digests_up_to")
+def digests_up_to(key: str, number: int) -> Digests | None: ...
+
+
 @remote("process_group.collectives.signatures_of")
-def signatures_of(key: str) -> list[str]: ...
+def signatures_of(key: str, number: int) -> list[str]: ...
 
 
 @remote("process_group.collectives.place_of_signature")
-def place_of_signature(key: str, back: int) -> dict[str, Any] | None: ...
+def place_of_signature(key: str, number: int, back: int) -> dict[str, Any] | None: ...
 
 
 @remote("process_group.collectives.line_of")

@@ -33,6 +33,8 @@ class GroupUse(TypedDict):
     may_begin: MayBegin
 
 
+Digests: TypeAlias = tuple[int, int, int]
+"""The items ``by_python``, ``digest`` and ``positions`` of `GroupUse`."""
 Begun: TypeAlias = dict[str, GroupUse]
 """Use of each group, by name of the group and device."""
 

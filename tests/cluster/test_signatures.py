@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import pytest
 
 import ddip
+from ddip.group.cells.cell_state import Action, Event, RankAction
+from ddip.group.cells.running import RunningCell
 
 from .variants import few
 
@@ -107,12 +111,49 @@ def test_a_later_error_reports_aborted_different_collectives(ranks: ddip.Group) 
     ranks.run(PROOF)
 
 
+@pytest.mark.grid
+@pytest.mark.native("sockets")
+def test_a_timeout_reports_aborted_different_collectives(ranks: ddip.Group) -> None:
+    with pytest.raises(ddip.CellTimeout, match="different collectives"):
+        ranks.run(f"try: {ENDLESS['roots']}\nfinally: time.sleep(60)", timeout=12)
+    ranks.run(PROOF)
+
+
 def test_a_slow_rank_that_is_aborted_hides_no_wrong_results(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.options.failure_grace = 0.0
     with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
         ranks.run(f"{WRONG['dtypes']}\nif rank == 0: 1 / 0\ntime.sleep(1)")
+    assert capsys.readouterr().err.count("different collectives") == 1
+    ranks.run(PROOF)
+
+
+def test_different_collectives_before_one_that_a_rank_alone_has_begun_are_reported(
+    ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
+        ranks.run(f"{WRONG['dtypes']}\nif rank == 0: 1 / 0\ndist.barrier()")
+    shown = capsys.readouterr().err
+    assert shown.count("different collectives") == 1 and "  rank 1: all_reduce (4 int32, SUM), cell" in shown
+    ranks.run(PROOF)
+
+
+def test_a_release_after_the_last_report_hides_no_wrong_results(
+    ranks: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load, the other rank's report may be on its way when the group is released."""
+    perform = RunningCell._perform
+
+    def perform_late(running: RunningCell, action: Action) -> Event | None:
+        if action is RankAction.ABORT:
+            concurrent.futures.wait(running.replies.values(), timeout=60)
+        return perform(running, action)
+
+    monkeypatch.setattr(RunningCell, "_perform", perform_late)
+    ranks.options.failure_grace = 0.0
+    with pytest.raises(ddip.CellError, match="ZeroDivisionError"):
+        ranks.run(f"{WRONG['dtypes']}\ntime.sleep(rank)\n1 / 0")
     assert capsys.readouterr().err.count("different collectives") == 1
     ranks.run(PROOF)
 

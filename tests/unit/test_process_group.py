@@ -6,7 +6,7 @@ import errno
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -26,7 +26,7 @@ from .scripted import group_use
 class _Ranks:
     """A stand-in for the ranks that `ProcessGroupManager.update_health` asks."""
 
-    members = [None, None]
+    members: ClassVar[list[None]] = [None, None]
     cluster = SimpleNamespace(hosts=[LocalHost(Path())])
 
     def __init__(self) -> None:
@@ -94,6 +94,22 @@ def test_a_good_cell_does_not_repair_an_aborted_group() -> None:
     manager = ProcessGroupManager(_Ranks())  # type: ignore[arg-type]
     manager.update_health({0: cell_report(), 1: cell_report()}, False)
     assert not manager.healthy
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("was_released", [True, False])
+def test_a_failed_cell_reports_different_collectives_in_any_state(
+    is_known: bool, was_released: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The release may come after the reports, and one report may be missing."""
+    ranks = _Ranks()
+    ranks.members = [None] * 3
+    manager = ProcessGroupManager(ranks)  # type: ignore[arg-type]
+    manager.healthy = not was_released
+    reports = [cell_report(begun=1), cell_report(begun=1), cell_report(begun=1) if is_known else None]
+    reports[1]["begun"]["default cpu"]["digest"] = 5  # type: ignore[index]
+    manager.update_health(dict(enumerate(reports)), failed=True)
+    assert "different collectives" in capsys.readouterr().err and not manager.healthy
 
 
 def test_a_group_without_reports_is_not_healthy() -> None:

@@ -435,6 +435,8 @@ class RunningCell:
         """Return the error to show for a cell that has ended; None if it succeeded."""
         error = self._make_error()
         if error is not None:
+            if self.different:
+                error.args = (f"{error}; {DIFFERENT.format(lines=self.different)}",)
             error.in_tabs = self._in_tabs
         return error
 
@@ -458,7 +460,7 @@ class RunningCell:
                 if stuck:  # happens if collectives cannot be aborted
                     error.args = (self._with_places(str(error), stuck),)
                 elif self.different:
-                    error.args = (f"{error}; {DIFFERENT.format(lines=self.different)}",)
+                    pass  # `error` adds them
                 elif finished and all(each.waited for each in errors.values()):
                     error.args = (f"{error}; {ranks_text(finished)} finished the cell without it",)
                 elif not self._manager.healthy and (partition := self._manager.describe_partition()):

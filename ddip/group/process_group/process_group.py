@@ -25,6 +25,7 @@ from ddip.group.process_group import connections, signatures
 from ddip.group.process_group.iterations import Iterations
 from ddip.group.process_group.meeting import Rendezvous, RendezvousFactory
 from ddip.group.process_group.network import Network
+from ddip.group.process_group.signatures import DifferentCollectives
 from ddip.group.process_group.steps import StepMismatch, Steps
 from ddip.output.area import notify
 from ddip.output.tables.tables import cut_off_text, places_text
@@ -313,13 +314,10 @@ class ProcessGroupManager:
         present = {rank: report for rank, report in reports.items() if report is not None}
         size = len(self._ranks.members)
         is_unknown = not present or len(present) < len(reports)
+        are_ours = bool(present) and all(report["state"] == "ours" for report in present.values())
         if is_unknown or any(report["released"] for report in present.values()):
             self.healthy = False
-            if not is_unknown and all(report["state"] == "ours" for report in present.values()):
-                # a rank may have used wrong results before the others were aborted
-                self._steps.update({rank: report["begun"] for rank, report in present.items()})
-                self._report_different(signatures.find_different(self._steps.known(), size), unmatched or is_reported)
-        elif all(report["state"] == "ours" for report in present.values()):
+        elif are_ours:
             self._equalize_group_counters([report["groups"] for report in present.values()])
             self._compare_steps({rank: report["begun"] for rank, report in present.items()}, failed, unmatched)
             if failed and len(present) == size and _changes_differ([report["changes"] for report in present.values()]):
@@ -330,6 +328,10 @@ class ProcessGroupManager:
             )
             if self.healthy:
                 self._adopt_group()
+        if are_ours:  # also if the group has been released: a rank may have used wrong results before that
+            self._steps.update({rank: report["begun"] for rank, report in present.items()})
+            known = {rank: begun for rank, begun in self._steps.known().items() if reports.get(rank, begun) is not None}
+            self._report_different(signatures.find_different(self._ranks, known), unmatched or is_reported)
         if self.healthy:
             self._meetings.forget_partition()
 
@@ -358,10 +360,8 @@ class ProcessGroupManager:
             self.healthy = False
         elif self.healthy and self._steps.uneven(size):
             self._handle_uneven(failed, unmatched)
-        elif self.healthy:
-            self._report_different(signatures.find_different(self._steps.known(), size), unmatched)
 
-    def _report_different(self, different: Mapping[str, list[int]], unmatched: bool) -> None:
+    def _report_different(self, different: Mapping[str, DifferentCollectives], unmatched: bool) -> None:
         """Mark the group for a rebuild, and report the collectives that did not match.
 
         `different`: the result of `signatures.find_different`. If the user allows them (`unmatched`), nothing is
@@ -371,8 +371,8 @@ class ProcessGroupManager:
         if unmatched:
             self._steps.accepted_different.update(different)
         for group in different.keys() - self._steps.accepted_different:
-            members, self.healthy = different[group], False
-            lines = signatures.describe_different(self._ranks, group, members)
+            self.healthy = False
+            lines = signatures.describe_different(self._ranks, group, different[group])
             notify(f"{signatures.DIFFERENT.format(lines=lines)}\n{WRONG_RESULTS}")
 
     def _equalize_group_counters(self, counters: Sequence[int]) -> None:

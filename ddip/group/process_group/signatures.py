@@ -8,39 +8,62 @@ Each rank therefore keeps a digest of the collectives that Python code has begun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ddip.errors import ranks_text
 from ddip.group.members.members import Members
 from ddip.group.process_group.steps import group_members
 from ddip.protocol import on_rank
 from ddip.protocol.location import StackLocation
-from ddip.protocol.reports import Begun
+from ddip.protocol.reports import Begun, Digests, GroupUse
 
 DIFFERENT = "the ranks have begun different collectives, which do not match:\n{lines}"
 ANSWER_SECONDS = 1.0
 """Time for the ranks to answer."""
 
 
-def find_different(begun: Mapping[int, Begun], size: int) -> dict[str, list[int]]:
-    """Return the groups whose ranks have begun equally many, but different, collectives; with ranks.
+@dataclass(frozen=True)
+class DifferentCollectives:
+    """Collectives of a group that met although they do not match."""
 
-    The keys are those of the reports `begun`, which are by rank; `size`: number of ranks in the default group. A group
-    is left out if a member's report is missing, if other threads used it, since their order of collectives may differ,
-    or if C++ has begun a collective on one rank and Python on another. Each group is found once, for one device.
+    members: list[int]
+    """The ranks that were compared."""
+    number: int
+    """The number of collectives that were compared: those that all of the ranks have begun."""
+
+
+def find_different(ranks: Members, begun: Mapping[int, Begun]) -> dict[str, DifferentCollectives]:
+    """Return the groups in which ranks have begun different collectives.
+
+    Only collectives that all of the ranks have begun are compared. The keys are those of the reports `begun`, which are
+    by rank; a member without a report is not compared. A group is left out if other threads used it, since their order
+    of collectives may differ, or if C++ has begun a collective on one rank and Python on another. Each group is found
+    once, for one device. If some ranks have begun more collectives than others, this waits for their answers.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, DifferentCollectives] = {}
+    size = len(ranks.members)
     for group in sorted({group for report in begun.values() for group in report}):
         for members in {tuple(group_members(report[group], size)) for report in begun.values() if group in report}:
-            uses = [begun[rank][group] for rank in members if rank in begun and group in begun[rank]]
-            are_comparable = (
-                len(uses) == len(members)
-                and all(tuple(group_members(use, size)) == members and not use["by_threads"] for use in uses)
-                and len({(use["collectives"], use["by_python"], use["positions"]) for use in uses}) == 1
+            uses = {rank: begun[rank][group] for rank in members if group in begun.get(rank, {})}
+            are_comparable = len(uses) > 1 and all(
+                tuple(group_members(use, size)) == members and not use["by_threads"] for use in uses.values()
             )
             is_new = not any(_name_of(other) == _name_of(group) for other in found)
-            if are_comparable and is_new and len({use["digest"] for use in uses}) > 1:
-                found[group] = list(members)
+            if are_comparable and is_new and _do_differ(ranks, group, uses):
+                found[group] = DifferentCollectives(list(uses), min(use["collectives"] for use in uses.values()))
     return found
+
+
+def _do_differ(ranks: Members, group: str, uses: Mapping[int, GroupUse]) -> bool:
+    """Return whether ranks have begun different collectives in `group`, whose `uses` are by rank."""
+    numbers = {use["collectives"] for use in uses.values()}
+    digests: list[Digests] = [(use["by_python"], use["digest"], use["positions"]) for use in uses.values()]
+    if len(numbers) > 1:
+        call = on_rank.digests_up_to(group, min(numbers))
+        answers = ranks.call_on_control_channel(list(uses), call, ANSWER_SECONDS)
+        digests = [answer for answer in answers.values() if answer is not None]
+    are_aligned = len({(by_python, positions) for by_python, _, positions in digests}) == 1
+    return are_aligned and len({digest for _, digest, _ in digests}) > 1
 
 
 def _name_of(group: str) -> str:
@@ -48,13 +71,14 @@ def _name_of(group: str) -> str:
     return group.rpartition(" ")[0]
 
 
-def describe_different(ranks: Members, group: str, members: Sequence[int]) -> str:
+def describe_different(ranks: Members, group: str, different: DifferentCollectives) -> str:
     """Return a text about the first collectives of `group` that differ, with a line for each kind.
 
-    `group` is a key of `find_different`, whose ranks are `members`. Waits for them. If one does not answer, or if none
-    of the collectives that are kept differ, the text says only that.
+    `group` is a key of `find_different`, and `different` its value. Waits for the ranks. If one does not answer, or if
+    none of the collectives that are kept differ, the text says only that.
     """
-    answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group), ANSWER_SECONDS)
+    members, number = different.members, different.number
+    answers = ranks.call_on_control_channel(members, on_rank.signatures_of(group, number), ANSWER_SECONDS)
     silent = [rank for rank in members if not answers.get(rank)]
     if silent:
         return f"  {ranks_text(silent)} did not answer"
@@ -62,7 +86,7 @@ def describe_different(ranks: Members, group: str, members: Sequence[int]) -> st
     length = min(map(len, lists.values()))
     for back in range(length, 0, -1):
         if len({signatures[-back] for signatures in lists.values()}) > 1:
-            call = on_rank.place_of_signature(group, back)
+            call = on_rank.place_of_signature(group, number, back)
             places = ranks.call_on_control_channel(list(lists), call, ANSWER_SECONDS)
             return _lines_text({rank: (lists[rank][-back], places[rank]) for rank in lists})
     return f"  {ranks_text(members)}: not among the last {length} collectives"
@@ -80,9 +104,9 @@ def find_different_waits(ranks: Members, running: Sequence[int], everyone: Seque
         return ""
     uses = ranks.call_on_control_channel(everyone, on_rank.begun_operations(), ANSWER_SECONDS)
     begun = {rank: use for rank, use in uses.items() if use is not None}
-    for group, members in find_different(begun, len(ranks.members)).items():
+    for group, different in find_different(ranks, begun).items():
         if any(group in wait["begun"] for wait in waits):
-            return describe_different(ranks, group, members)
+            return describe_different(ranks, group, different)
     return ""
 
 

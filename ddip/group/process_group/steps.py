@@ -166,3 +166,4 @@ class Steps:
     def accept(self, uneven: list[StepMismatch]) -> None:
         """Accept these differences as intended; only further ones are found from now on."""
         self._accepted.update({group.group: group.begun for group in uneven})
+        self.accepted_different.update(self._accepted)  # their n-th collectives are not meant to match

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ddip.protocol.rank_spec import DEFAULT_GROUP
-from ddip.protocol.reports import Begun
+from ddip.protocol.reports import Begun, Digests
 from ddip.rank.process_group import aborted_tensors, tallies
 from ddip.rank.process_group.flight_recorder import Entry
 from ddip.rank.process_group.tallies import Tally, tally_of
@@ -76,8 +76,7 @@ def _note_collective(
     tensors = [] if inputs is None else _input_tensors(inputs)
     agreed = tensors if sizes_agree else tensors[: op != "scatter"]  # only the root of a scatter has inputs
     kinds = tuple([_kind_of(tensor, sizes_agree) for tensor in agreed])
-    signature = tally.sign((op, kinds, _agreed_options(options)), begun)
-    tally.lines.append((begun, code, line, signature))
+    tally.sign((op, kinds, _agreed_options(options)), begun, code, line)
     types = [(tensor.shape, tensor.dtype) for tensor in tensors]
     tally.last = max(begun, default=0) + 1, op, types, time.time_ns()
     tally.work = tallies.no_work
@@ -355,35 +354,52 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
     tally = _tally_at(key)
     if tally is None:
         return None
-    device = tally.devices.index(key.rpartition(" ")[2])
-    found = ((code, line) for begun, code, line, _ in reversed(list(tally.lines)) if begun[device] == number)
+    device = _device_index(tally, key)
+    found = ((code, line) for begun, code, line, *_ in reversed(list(tally.lines)) if begun[device] == number)
     code, line = next(found, (None, 0))
     return None if code is None else asdict(stacks.place_of_line(code, line))
 
 
-def signatures_of(key: str) -> list[str]:
-    """Describe the collectives that Python code began most recently in a group, oldest first.
+def digests_up_to(key: str, number: int) -> Digests | None:
+    """Return the digests of what Python code began among the first `number` collectives in a group.
 
-    `key`: group and device, as in `begun_operations`. At most `tallies.MAX_LINES`; empty if there is no such group.
+    `key`: group and device, as in `begun_operations`. None if these collectives are too long ago to be known.
+    """
+    tally = _tally_at(key)
+    if tally is None:
+        return None
+    lines = tally.lines_before(_device_index(tally, key), number)
+    return lines[-1][-1] if lines else (0, 0, 0) if tally.digests[0] == len(tally.lines) else None
+
+
+def signatures_of(key: str, number: int) -> list[str]:
+    """Describe what Python code began among the first `number` collectives in a group.
+
+    Oldest first, at most the last `tallies.MAX_LINES`; empty if there is no such group. `key`: group and device, as in
+    `begun_operations`.
     """
     tally = _tally_at(key)
     group = None if tally is None else tally.group()
     if tally is None or group is None:
         return []
     ranks = dist.get_process_group_ranks(group)
-    return [_signature_text(*signature, ranks) for *_, signature in list(tally.lines)]
+    lines = tally.lines_before(_device_index(tally, key), number)
+    return [_signature_text(*signature, ranks) for _, _, signature, _ in lines]
 
 
-def place_of_signature(key: str, back: int) -> dict[str, Any] | None:
-    """Locate the line of a collective of `signatures_of`, the one that is number `back` from its end.
+def place_of_signature(key: str, number: int, back: int) -> dict[str, Any] | None:
+    """Locate the line of a collective of `signatures_of`, the one that is at position `back` from its end.
 
     `back` is 1 for the last. Returns a `StackLocation` as a dict, or None if the line is not known.
     """
     tally = _tally_at(key)
-    if tally is None or back > len(tally.lines):
-        return None
-    _, code, line, _ = tally.lines[-back]
+    lines = [] if tally is None else tally.lines_before(_device_index(tally, key), number)
+    code, line = lines[-back][:2] if back <= len(lines) else (None, 0)
     return None if code is None else asdict(stacks.place_of_line(code, line))
+
+
+def _device_index(tally: Tally, key: str) -> int:
+    return tally.devices.index(key.rpartition(" ")[2])
 
 
 def _tally_at(key: str) -> Tally | None:

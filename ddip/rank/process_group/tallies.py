@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
-from ddip.protocol.reports import GroupUse, MayBegin
+from ddip.protocol.reports import Digests, GroupUse, MayBegin
 from ddip.rank.runtime import c10d, libraries
 
 MAX_LINES = 1000
@@ -59,12 +59,12 @@ class Tally:
         """Batches that threads are assembling, by the thread's identifier."""
         self.is_unsure = False
         """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
-        self.lines: collections.deque[tuple[list[int], CodeType | None, int, Signature]] = collections.deque(
+        self.lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
             maxlen=MAX_LINES
         )
-        """Per collective begun by Python code: the number begun before it, code and number of its line, signature."""
-        self.by_python = self.digest = self.positions = 0
-        """Number of these collectives, and digests of them and of their positions among all collectives."""
+        """Per collective begun by Python code: the number begun before it, code and number of its line, signature, and
+        the `digests` with it."""
+        self.digests: Digests = (0, 0, 0)
         self.last: tuple[int, str, list[Any], int] | None = None
         """The last collective begun by Python code: number, operation, shapes and dtypes, time."""
         self.work: Callable[[], Any] = no_work
@@ -109,10 +109,10 @@ class Tally:
             self._begun_by_main += 1
         self._entries[ident] += 1
 
-    def sign(self, signature: Signature, before: list[int]) -> Signature:
-        """Add the `signature` of a collective to the digest; return an equal one, which collectives share.
+    def sign(self, signature: Signature, before: list[int], code: CodeType | None, line: int) -> None:
+        """Add the `signature` of a collective to `digests` and `lines`.
 
-        `before`: the numbers of collectives begun before it, by device.
+        `code` and `line`: where it was begun; `before`: the numbers of collectives begun before it, by device.
         """
         known = _signatures.get(signature)
         if known is None:
@@ -120,9 +120,18 @@ class Tally:
                 _signatures.clear()
             # a checksum is equal in all processes, unlike the hash of a text
             known = _signatures[signature] = zlib.crc32(repr(signature).encode()), signature
-        self.by_python, self.digest = self.by_python + 1, (self.digest * 31 + known[0]) % 2**61
-        self.positions = (self.positions * 31 + hash(tuple(before))) % 2**61
-        return known[1]
+        number, digest, positions = self.digests
+        digest, positions = (digest * 31 + known[0]) % 2**61, (positions * 31 + hash(tuple(before))) % 2**61
+        self.digests = number + 1, digest, positions
+        self.lines.append((before, code, line, known[1], self.digests))  # equal signatures share one object
+
+    def lines_before(self, device: int, number: int) -> list[tuple[CodeType | None, int, Signature, Digests]]:
+        """Return the `lines` that are among the first `number` collectives on backend number `device`."""
+        return [
+            (code, line, signature, digests)
+            for begun, code, line, signature, digests in list(self.lines)
+            if begun[device] < number
+        ]
 
     def begun_by_others(self) -> int:
         """Return the number of operations begun by threads other than the current one."""
@@ -167,13 +176,14 @@ class Tally:
             running = sys._current_frames()
             may_begin = "yes" if any(thread.ident in running for thread in list(self._threads)) else may_begin
         begun = self.begun()
+        by_python, digest, positions = self.digests
         return {
             "collectives": begun[device],
             "messages": dict(self.messages),
             "ranks": ranks,
-            "by_python": self.by_python,
-            "digest": self.digest,
-            "positions": self.positions,
+            "by_python": by_python,
+            "digest": digest,
+            "positions": positions,
             "by_main": sum(begun) == self._begun_by_main,
             "by_threads": self._by_threads,
             "may_begin": may_begin,
