@@ -17,11 +17,13 @@ from .variants import few
 pytestmark = pytest.mark.native("sockets")
 SET_UP = """
 import os, signal, threading, time, torch, torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 torch.manual_seed(0)
 x = torch.ones(3)
 net = torch.nn.Linear(4, 1)
 wrapper = DDP(net)
+wrapper_with_buffers = DDP(torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1)))
 optimizer = torch.optim.AdamW(wrapper.parameters(), 0.1)
 def step(number):
     optimizer.zero_grad()
@@ -36,6 +38,8 @@ WAITS = {
     "recv": "dist.recv(x, 0)",
     "all_gather_object": "dist.all_gather_object([None] * world_size, rank)",
     "backward": "wrapper(torch.ones(2, 4)).sum().backward()",
+    "buffers": "wrapper_with_buffers(torch.ones(2, 4))",
+    "tensors of functional collectives": "functional.all_reduce(x, 'sum', dist.group.WORLD).tolist()",
 }
 PROOF = "y = torch.full((3,), rank + 1.0); dist.all_reduce(y); assert y.tolist() == [3.0] * 3"
 
@@ -54,7 +58,7 @@ def ranks(group_without_threads: ddip.Group) -> ddip.Group:
     return group_without_threads
 
 
-@pytest.mark.parametrize("name", few(WAITS, "all_reduce", "backward"))
+@pytest.mark.parametrize("name", few(WAITS, "all_reduce", "backward", "buffers"))
 def test_ranks_waiting_for_a_failed_one_are_unblocked_at_once(ranks: ddip.Group, name: str) -> None:
     with raises_on_ranks({0: "ValueError"}, {1: ""}):
         ranks.run(f"if rank == 0: raise ValueError\n{WAITS[name]}")

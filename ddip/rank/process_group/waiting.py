@@ -1,8 +1,9 @@
 """Measure how long the main thread waits for other ranks, by sampling it while a user watches.
 
-The main thread waits if it sleeps, as Linux reports, in a function of torch.distributed or in a backward pass, at whose
-end DDP waits for its collectives. A rank that sleeps elsewhere, in ``time.sleep`` or for its data loader, does not wait
-for others. On a GPU, nothing is measured: nccl's collectives wait there, and the main thread continues.
+The main thread waits if it sleeps, as Linux reports, in a function of torch.distributed, in DDP, which broadcasts
+buffers, or in a backward pass, at whose end DDP waits for its collectives. A rank that sleeps elsewhere, in
+``time.sleep`` or for its data loader, does not wait for others. On a GPU, nothing is measured: nccl's collectives wait
+there, and the main thread continues.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from ddip.rank.runtime.housekeeping import cells
 MAX_INTERVALS = 3.0
 """Maximum number of intervals that one sample represents if the control thread was busy."""
 TORCH = f"{Path(torch.__file__).parent}/"
-WAIT_FILES = f"{TORCH}distributed/", f"{TORCH}autograd/", collectives.__file__, aborted_tensors.__file__
+WAIT_FILES = (
+    f"{TORCH}distributed/",
+    f"{TORCH}autograd/",
+    f"{TORCH}nn/parallel/distributed.py",
+    collectives.__file__,
+    aborted_tensors.__file__,
+)
 """Folders and files of functions in which a thread that sleeps waits for other ranks."""
-OPERATOR_FILE = f"{TORCH}_ops.py"
-"""File of the functions through which torch calls its operators."""
 
 
 class WaitSampler:
@@ -92,7 +97,7 @@ def pending_wait() -> PendingWait | None:
 def _is_waiting_for_ranks() -> bool:
     """Return whether the innermost function of the main thread is one that waits for other ranks."""
     frame = _innermost_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(OPERATOR_FILE):
+    while frame is not None and frame.f_code.co_filename.endswith(stacks.OPERATOR_FILES):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(WAIT_FILES)
 

@@ -31,6 +31,8 @@ OF_THE_ENGINE = ("/ipykernel/", "/zmq/")
 """Parts of file paths that identify threads of the engine."""
 WAIT_FILES = {stores.__file__}
 """Files with functions that poll while they wait for other ranks; other modules that poll add theirs."""
+OPERATOR_FILES = "/torch/_ops.py", "/torch/_library/autograd.py"
+"""Ends of the files of the functions through which torch calls its operators."""
 SWALLOWING = ("__del__", "_showwarnmsg")
 """Names of functions whose callers in C swallow exceptions."""
 at_prompt = 0
@@ -147,10 +149,12 @@ def main_thread_phase() -> str:
 def _shown_name(code: CodeType) -> str:
     """Return the name of a function to show to users; "" if it means nothing to them.
 
-    That is so for names that begin with an underscore, lambdas and modules, and usual names of wrappers. A constructor
-    gets the name of its class.
+    That is so for names that begin with an underscore, lambdas and modules, usual names of wrappers, and functions
+    through which torch calls its operators. A constructor gets the name of its class.
     """
     name = code.co_name
+    if code.co_filename.endswith(OPERATOR_FILES):
+        return ""
     if name == "__init__":
         return code.co_qualname.removesuffix(".__init__").rpartition(".")[2]
     return "" if name.startswith(("_", "<")) or name in ("wrapper", "inner", "decorate_context") else name
