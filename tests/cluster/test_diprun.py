@@ -22,7 +22,6 @@ from .leftovers import wait_until
 from .meanwhile import meanwhile, press_stop
 from .notebook import Notebook
 from .rank_errors import raises_on_ranks
-from .variants import few
 
 TRAIN = '''
 """Train a line with DDP, and write losses and parameters of each rank to FOLDER/RANK."""
@@ -172,7 +171,8 @@ def test_a_failed_script_leaves_no_wrapper_to_recreate(
     assert "gradients of `model` were cleared" in stderr and "recreated" not in stderr
 
 
-@pytest.mark.parametrize("context", few(("fork", "spawn", "forkserver"), "fork"))
+@pytest.mark.grid(in_ci=True)
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_data_loader_workers_find_the_dataset_of_the_script(
     cells: ddip.Group, folder: Path, train: str, of_torchrun: list[Any], context: str
 ) -> None:

@@ -315,6 +315,7 @@ def test_unreduced_gradients_are_named_and_dropped(warmed_up: None, folder: str,
         assert group.save(f"{folder}b")["left_out"].keys() == {"all-reduce hook of model"}
 
 
+@pytest.mark.grid(in_ci=True)
 def test_columns_that_the_ranks_cannot_share_change_nothing(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run(
