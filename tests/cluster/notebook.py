@@ -256,6 +256,8 @@ class Notebook:
         self.client.stop_channels()
         if self.manager.has_kernel:
             self.manager.shutdown_kernel()
+        else:
+            self.manager.cleanup_resources()
 
     def descriptors(self) -> int:
         """Return how many file descriptors the kernel has open."""

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+import ddip
+from ddip.protocol import on_rank
+
 from .conftest import loaded_notebook
 from .notebook import Notebook
 from .variants import few
@@ -126,6 +129,20 @@ def test_invalid_input_is_refused(trained: Notebook, typed: str, message: str) -
     assert refused.error == "BadInput"
     assert refused.message.startswith(message)
     assert not Path(trained.folder, "other.py").exists()
+
+
+def test_modules_that_torch_has_written_count_as_unchanged(cells: ddip.Group, tmp_path: Path) -> None:
+    cells.run(f"""
+        import pathlib, sys, types
+        names = ["_remote_module_x", "torch._inductor.runtime.compile_tasks.x", "module_of_mine"]
+        for name in names:
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__file__ = {str(tmp_path)!r} + f"/{{name}}.py"
+            pathlib.Path(sys.modules[name].__file__).touch()
+    """)
+    ((*_, changed),) = cells.ranks.ask([0], on_rank.start_facts())
+    cells.run("for name in names: del sys.modules[name]")
+    assert changed == ["module_of_mine.py"]
 
 
 def test_job_files_are_written_beside_the_script(trained: Notebook) -> None:

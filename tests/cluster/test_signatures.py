@@ -159,6 +159,18 @@ def test_a_release_after_the_last_report_hides_no_wrong_results(
 
 
 @pytest.mark.grid
+def test_a_rank_that_cannot_be_stopped_hides_no_wrong_results(
+    ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = "while rank:\n    try: time.sleep(1)\n    except BaseException: pass"
+    with pytest.raises(ddip.CellTimeout, match="rank 1 did not stop"):
+        ranks.run(f"{WRONG['dtypes']}\n{endless}", timeout=2)
+    assert capsys.readouterr().err.count("different collectives") == 1
+    ranks.repair()
+    ranks.run(SET_UP + PROOF)
+
+
+@pytest.mark.grid
 def test_uneven_batches_in_join_are_not_reported(ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that has no batches left begins in Python what the reducers of the others begin in C++."""
     ranks.run("""

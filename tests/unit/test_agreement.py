@@ -10,6 +10,7 @@ import decimal
 import io
 import itertools
 import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "pattern": lambda n: re.compile(str(n)),
     "number in C": ctypes.c_int,
     "iterator": lambda n: iter([n]),
-    "endless iterator": lambda n: itertools.cycle([n]),
+    **({"endless iterator": lambda n: itertools.cycle([n])} if sys.version_info < (3, 14) else {}),  # no pickle since
     "method in C": lambda n: [n].append,
     "function": lambda n: eval(f"lambda: {n}"),
     "factory": lambda n: collections.defaultdict(tagged(lambda: 0, n)),

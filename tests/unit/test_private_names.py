@@ -458,8 +458,17 @@ def test_fully_shard_knows_its_gathered_parameters() -> None:
     for name in ("self.fsdp_placement = ", "self.unsharded_accumulated_grad = ", "_unsharded_param.grad"):
         assert name in source
     groups = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group"))
-    newer = {"reduce_scatter_unused_params", "reduce_scatter_max_input_buffers"}  # torch 2.11 lacks them
-    for name in {*save_pickler.GROUP_SETTINGS, *save_pickler.COMMUNICATION} - newer:
+    absent = {"reduce_scatter_unused_params", "reduce_scatter_max_input_buffers"}  # in torch 2.11
+    if "self.gradient_divide_factor: " in groups:
+        absent |= {"reduce_scatter_reduce_op"}  # this came before it, for instance in torch 2.7
+    else:
+        absent |= {
+            "gradient_divide_factor",
+            "force_sum_reduction_for_comms",
+            "_all_gather_comm",
+            "_reduce_scatter_comm",
+        }
+    for name in {*save_pickler.GROUP_SETTINGS, *save_pickler.COMMUNICATION} - absent:
         assert f"self.{name}: " in groups or f"self.{name} = " in groups
     states = inspect.getsource(importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state"))
     assert "self._mp_policy = mp_policy" in states

@@ -354,15 +354,15 @@ class Cells:
             self._manager.healthy = False
         self._ranks.note_lost_gpus(running.reports)
         trained = False
-        if not over and running.replies:
-            reports = {rank: running.reports.get(rank) for rank in running.replies}
+        reports = {rank: running.reports.get(rank) for rank in running.replies}
+        if not over and reports:
             trained = self._manager.iterations.note_end(reports, failed)
         if over or failed:
             self._differences.note_fault(running.name, trained)
         elif len(running.replies) == len(self._ranks.members):
             self._differences.is_torn = False
-        if not over and not unfinished_replies:
-            self._pending_reports.append((running.reports, failed, running.unmatched, bool(running.different)))
+        if not over:
+            self._pending_reports.append((reports, failed, running.unmatched, bool(running.different)))
         checked = self._update_health()
         tell_aborted(running.reports)
         if running.different and running.ending == "good":  # the cell has caught the error that would say so
@@ -376,12 +376,12 @@ class Cells:
     def _update_health(self) -> dict[int, CellReport | None]:
         """Check the group's health if no cell is running; return the reports that were checked, by rank.
 
-        Returns none if a cell runs or was abandoned, or if none has ended since.
+        Returns none if a cell runs, or if none has ended since.
         """
         if any(cell.state == "running" for cell in self._active):
             return {}
         pending, self._pending_reports = self._pending_reports, []
-        if not pending or self._abandoned:
+        if not pending:
             return {}
         reports = {rank: report for by_rank, *_ in pending for rank, report in by_rank.items()}
         self._manager.update_health(

@@ -304,7 +304,7 @@ class ProcessGroupManager:
         unmatched: bool = False,
         is_reported: bool = False,
     ) -> None:
-        """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank sent no report.
+        """Update `healthy` from the `reports` of ranks that have run a cell; None: the rank has sent no report.
 
         `healthy` becomes False if the process group must be rebuilt before its next use, and True if a cell has formed
         a fitting group. If the ranks have begun different numbers of collectives, the user is told, unless the cell has
@@ -329,8 +329,12 @@ class ProcessGroupManager:
             if self.healthy:
                 self._adopt_group()
         if are_ours:  # also if the group has been released: a rank may have used wrong results before that
-            self._steps.update({rank: report["begun"] for rank, report in present.items()})
-            known = {rank: begun for rank, begun in self._steps.known().items() if reports.get(rank, begun) is not None}
+            silent = [rank for rank, report in reports.items() if report is None]
+            answers = self._ask_control(silent, on_rank.begun_operations()) if silent else {}
+            begun = {rank: report["begun"] for rank, report in present.items()}
+            begun |= {rank: answer for rank, answer in answers.items() if answer is not None}
+            self._steps.update(begun)
+            known = {rank: last for rank, last in self._steps.known().items() if rank in begun or rank not in reports}
             self._report_different(signatures.find_different(self._ranks, known), unmatched or is_reported)
         if self.healthy:
             self._meetings.forget_partition()

@@ -40,10 +40,16 @@ def start_facts() -> tuple[int, int, str, list[str]]:
     imported modules that have changed since, by their modification times.
     """
     changed: list[str] = []
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and not is_librarys(file):
+        if isinstance(file, str) and file.endswith(".py") and not is_librarys(file) and not _is_generated(name):
             with contextlib.suppress(OSError):
                 if os.stat(file).st_mtime > _began:
                     changed.append(os.path.basename(file))
     return _seed, *process_settings.start_settings(), changed
+
+
+def _is_generated(name: str) -> bool:
+    """Return whether a library has written the module `name`, as ``torch.compile`` and ``RemoteModule`` do."""
+    package = sys.modules.get(name.partition(".")[0])
+    return name.startswith("_remote_module_") or is_librarys(getattr(package, "__file__", None) or "")

@@ -68,8 +68,9 @@ COMMUNICATION = {
     "_all_reduce_hook": "all-reduce hook",
     "_all_gather_comm": "custom all-gather",
     "_reduce_scatter_comm": "custom reduce-scatter",
+    "reduce_scatter_reduce_op": "reduce-scatter divide factor",
 }
-"""Attributes of FSDP2 parameter groups that may hold the user's functions, which are not saved."""
+"""Attributes of FSDP2 parameter groups that are not saved: the user's functions and, before torch 2.8, an operation."""
 SEVERAL_MESHES = "its parameters are sharded over several meshes by shard_placement_fn"
 UNEVEN = "its parameters of the shape {shape} cannot be divided along dimension {dim} among {ranks} ranks"
 COMPOSABLE = "__composable_api"
@@ -270,7 +271,7 @@ class SavePickler(pickling.Pickler):
                 self.unreduced.append(f"gradients of {keys[0].variable if keys else 'a module'}")
             for name, text in COMMUNICATION.items():
                 own_one = getattr(group, name, None)
-                if own_one is not None and (name == "_all_reduce_hook" or not is_of_torch(own_one)):
+                if own_one is not None and not (name.endswith("_comm") and is_of_torch(own_one)):
                     self.hooked.append(f"{text} of {_name_of(keys)}")
         made = keys, NEW_OBJECT, (type(module).__bases__[1],)
         return open_object, made, (keys, own, settings), None, None, fill_sharded
