@@ -142,7 +142,8 @@ def test_modules_that_torch_has_written_count_as_unchanged(cells: ddip.Group, tm
     """)
     ((*_, changed),) = cells.ranks.ask([0], on_rank.start_facts())
     cells.run("for name in names: del sys.modules[name]")
-    assert changed == ["module_of_mine.py"]
+    assert "module_of_mine.py" in changed  # as other modules of earlier tests may be
+    assert not {"_remote_module_x.py", "torch._inductor.runtime.compile_tasks.x.py"}.intersection(changed)
 
 
 def test_job_files_are_written_beside_the_script(trained: Notebook) -> None:

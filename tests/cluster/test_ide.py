@@ -203,6 +203,25 @@ def test_threads_of_a_cell_stop(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
+def test_breakpoints_stop_after_the_debugger_was_off(ide: Ide) -> None:
+    """From Python 3.12 on, a debugger remembers which functions have no breakpoints."""
+    shapes, others = ide.notebook.folder / "shapes.py", ide.notebook.folder / "others.py"
+    for file in (shapes, others):
+        file.write_text(SHAPES)
+    ide.notebook.ok("%%dip -r 1\nimport shapes")
+    for _ in range(2):  # the first debugger of a process counts differently
+        ide.attach(1, (str(others), 3))
+        ide.notebook.ok("%%dip -r 1\nshapes.double(7)")
+        ide.notebook.ok("%dipdebug --off")
+        ide.launch = Ide(ide.notebook).launch
+    client = ide.attach(1, (str(shapes), 3))
+    cell = ide.notebook.begin("%%dip -r 1\nshapes.double(7)")
+    thread, frame = client.wait_for_stop()
+    assert frame["name"] == "double"
+    client.request("continue", threadId=thread)
+    assert ide.notebook.finish(cell).status == "ok"
+
+
 FORKS = """%%dip
 import multiprocessing, os, subprocess, sys, threading, torch.utils.data, shapes
 if rank == 0: breakpoint()

@@ -45,6 +45,12 @@ class _NoClient:
 class IdeService:
     """The debugger of this process and the gate to it."""
 
+    _breakpoints_changed = 0
+    """Number of changes of breakpoints in this process so far.
+
+    The debugger remembers for which number a function has no breakpoints, so the next one must not begin at 0.
+    """
+
     def __init__(self, pydevd: Any, token: str, shell: Any) -> None:
         """Start the debugger and open the port; runs on the main thread.
 
@@ -59,6 +65,7 @@ class IdeService:
         self._debugger = pydevd.PyDB()
         self._debugger.writer = _NoClient()
         sys.settrace = settrace  # pydevd's own prints a warning for each call
+        self._debugger.mtime = IdeService._breakpoints_changed + 1
         folders = [os.path.dirname(sys.modules[name].__file__ or "") for name in UNTRACED if name in sys.modules]
         self._api.set_dont_trace_start_end_patterns(self._debugger, tuple(folders), ())
         self._wait_suspended = self._debugger.do_wait_suspend
@@ -152,6 +159,7 @@ class IdeService:
         self.gate.close()
         self._api.request_resume_thread("*")  # else threads would stop or step again under the next debugger
         self._pydevd.stoptrace()
+        IdeService._breakpoints_changed = self._debugger.mtime
 
     def leave_fork(self) -> None:
         """Forget the debugger in a process that was forked from the rank, where its threads do not run."""
