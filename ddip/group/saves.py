@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from ddip.errors import GroupError, RequestFailed, TransferError
+from ddip.errors import GroupError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.lifecycle import Lifecycle
 from ddip.output.area import notify, stop_name
 from ddip.protocol import on_rank
@@ -44,6 +44,7 @@ UNKNOWN_SINCE_FAULT = (
 )
 LOOK_SECONDS = 5.0
 """Least time between two comparisons of the ranks while saves wait."""
+LOADED = "everything was loaded: the interrupt came too late"
 SAVED_UNKNOWN = "the ranks could not be compared after a fault; the save has each rank's own values"
 SAVED_DIFFERING = "the ranks differ in {names} since a fault, and the save has each rank's own values"
 
@@ -156,7 +157,12 @@ class Saves:
         with self._lifecycle.turn:
             self._lifecycle.ensure_ready_for_cell(needs_group=True)
             call = on_rank.load_variables(_whole_path(folder), list(names), anyway)
-            report = self._lifecycle.parts.manager.ask_together(call)[0]
+            try:
+                report = self._lifecycle.parts.manager.ask_together(call)[0]
+            except RequestInterrupted as error:
+                if error.has_succeeded:
+                    raise RequestInterrupted(LOADED) from None
+                raise
             if not report["error"]:
                 with contextlib.suppress(RequestFailed):  # then saves by schedule wait, as before
                     self._lifecycle.parts.differences.settle_variables(report["loaded"])

@@ -1065,6 +1065,32 @@ def test_modules_that_cannot_be_filled_change_nothing_or_are_replaced(
     cells.run("assert count == 1")
 
 
+def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folder: str, tmp_path: Path) -> None:
+    cells.run(f"""
+        import pathlib, time, torch
+        class Slow(torch.nn.Linear):
+            def __setstate__(self, state):
+                super().__setstate__(state)
+                if globals().get("net") is self:  # no trial, and no new object
+                    pathlib.Path({str(tmp_path)!r}, f"filling{{rank}}").touch()
+                    time.sleep(0.7)
+        a_net, net, count = torch.nn.Linear(2, 2), Slow(2, 2), 1
+        parameters = [*a_net.parameters(), *net.parameters()]
+        opt = torch.optim.SGD(parameters, 0.1)
+        a_net.calls, saved = 1, [p.tolist() for p in parameters]
+    """)
+    cells.save(folder)
+    cells.run("a_net.calls = count = opt.param_groups[0]['lr'] = 2\nfor p in parameters: p.data += 1")
+    thread = meanwhile(lambda: len([*tmp_path.glob("filling*")]) == 2, press_stop)
+    with pytest.raises(RequestInterrupted, match="everything was loaded"):
+        cells.load(folder)
+    thread.join()
+    cells.run("""
+        assert (count, a_net.calls, opt.param_groups[0]["lr"]) == (1, 1, 0.1)
+        assert [p.tolist() for p in (*a_net.parameters(), *net.parameters())] == saved
+    """)
+
+
 @pytest.mark.grid(in_ci=True)
 def test_a_stopped_load_leaves_a_working_group(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = [torch.rand(4_000_000) for _ in range(8)]; count = 1")

@@ -210,7 +210,9 @@ class Ranks(Members):
                 raise RequestInterrupted(
                     f"{doing} was interrupted on {ranks_text(unfinished)}; a slow link still carries {rest}"
                 )
-            raise RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
+            interrupted = RequestInterrupted(self._interrupted_text(doing, unfinished, stuck))
+            interrupted.has_succeeded = not stuck and not self._errors_of(requests)
+            raise interrupted
 
     def _wait_after_stop(self, requests: Requests, button: stopping.Button, seconds: float) -> None:
         """Wait until all `requests` are done, at most `seconds`; a press of the stop button interrupts again."""

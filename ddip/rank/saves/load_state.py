@@ -182,14 +182,17 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
     replaced = _Namespace(variables)
     asked = set[str]().union(*from_all(chosen))
     loading, values, kept = _unpickle_agreed(source, existing, chosen, replaced, set() if anyway else asked)
+    is_loaded = False
     try:
         not_loaded |= {f"workers of {name}": LOST for name in source.header.get("with_workers", ()) if name in chosen}
         not_loaded |= {name.strip("<>"): why for name, why in loading.lost.items() if name in {*asked, GRADIENTS}}
         with _without_interrupts():  # a rank that has agreed to go on must not stop
             if names:
                 do_on_all(lambda: ensure_connected(loading, source.choose([])[0]))
+            gradients = values.pop(GRADIENTS, [])
+            loaded = sorted({name for of_rank in from_all([*values]) for name in of_rank})
             do_on_all(lambda: source.read_sharded(loading.sharded))
-            _apply_values(loading, values.pop(GRADIENTS, []), in_place & chosen)
+            _apply_values(loading, gradients, in_place & chosen)
             saved_buckets = source.header["buckets"]
             if contents.use_buckets is not None and len(loading.wrappers) == len(saved_buckets):  # none is lost
                 for wrapper, buckets in zip(loading.wrappers, saved_buckets, strict=True):
@@ -198,22 +201,23 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
                 process_settings.take_over(source.header["settings"])
                 if source.is_same_size:
                     contents.set_process_generators(source.header["generators"])
+            is_loaded = True
+            loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
+            history.replace_snapshots()
+            return {
+                "error": "",
+                "time": source.facts["time"],
+                "ranks": source.facts["ranks"],
+                "loaded": loaded,
+                "in_place": sorted(in_place & chosen),
+                "not_loaded": not_loaded | (source.facts["left_out"] if not names else {}),
+                "kept": kept,
+                "holders": find_holders(replaced.former_objects(), variables, {*values, *kept}),
+            }
     except BaseException:
-        _undo_load(loading, replaced)
+        if not is_loaded:
+            _undo_load(loading, replaced)
         raise
-    loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
-    history.replace_snapshots()
-    loaded = sorted({name for of_rank in from_all([*values]) for name in of_rank})
-    return {
-        "error": "",
-        "time": source.facts["time"],
-        "ranks": source.facts["ranks"],
-        "loaded": loaded,
-        "in_place": sorted(in_place & chosen),
-        "not_loaded": not_loaded | (source.facts["left_out"] if not names else {}),
-        "kept": kept,
-        "holders": find_holders(replaced.former_objects(), variables, {*values, *kept}),
-    }
 
 
 def _unpickle_agreed(
@@ -344,15 +348,12 @@ def _is_other_definition(own: Any, saved: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Delay an interrupt until the end of this context, in which objects of the session change."""
-    pressed: list[Any] = []
-    former = signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    """Ignore interrupts in this context, in which objects of the session change."""
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, former)
-    if pressed and callable(former):
-        former(*pressed[0])
 
 
 def _apply_values(loading: Loading, gradients: list[tuple[Any, Any, Keys]], in_place: set[str]) -> None:
