@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,12 @@ from ddip.notebook import arguments
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.base_magics import GroupMagics
 from ddip.output.tables.tables import size_text
+from ddip.protocol.text import list_names, print_reasons
 
 if TYPE_CHECKING:
     from ddip.group.group import Group
     from ddip.notebook.magics import DipMagics
 
-SHOWN_NAMES = 8
 WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 """Signals with which a scheduler announces that it ends the notebook soon."""
 POINT_SECONDS = 25.0
@@ -40,6 +39,8 @@ class SaveMagics(GroupMagics):
         """Handlers of the signals that a scheduler sends, while ddip handles them."""
         self._watches = False
         """True if ddip looks after each cell whether a save in the background has failed, or is due."""
+        self._left_out: dict[str, str] = {}
+        """Reasons why the last save after a cell left variables out."""
         self._is_last = False
         """True if the next SIGTERM ends the notebook: the save before it is over, or SIGTERM has come once."""
 
@@ -85,6 +86,7 @@ class SaveMagics(GroupMagics):
         if args.every is not None:
             seconds = arguments.parse_seconds(args.every, "--every", 0.1)
             group.save_every(seconds, folder, names)
+            self._left_out = {}
             self._begin_schedule()
             self._main.confirm_done(f"saves to {folder} every {args.every}; %dipsave --stop ends it")
             return
@@ -96,7 +98,7 @@ class SaveMagics(GroupMagics):
         self._main.confirm_done(
             f"{how} {count} variable{'s' * (count != 1)} of each rank, {size_text(report['size'])}, to {folder} {when}"
         )
-        _print_reasons("not saved", report["left_out"])
+        print_reasons("not saved", report["left_out"])
 
     @with_examples(
         "%dipload run1                load all variables",
@@ -122,12 +124,12 @@ class SaveMagics(GroupMagics):
         folder = _checked_folder(args.folder, "%dipload")
         report = group.load(folder, arguments.variable_names(args.names, "%dipload"), anyway=args.anyway)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(report["time"]))
-        self._main.confirm_done(f"loaded {_list_names(report['loaded']) or 'nothing'} of {folder}, saved {when}")
+        self._main.confirm_done(f"loaded {list_names(report['loaded']) or 'nothing'} of {folder}, saved {when}")
         if report["in_place"]:
-            self._main.confirm_done(f"filled in place: {_list_names(report['in_place'])}")
-        _print_reasons("not loaded", {**report["not_loaded"], **report["kept"]})
+            self._main.confirm_done(f"filled in place: {list_names(report['in_place'])}")
+        print_reasons("not loaded", {**report["not_loaded"], **report["kept"]})
         if report["holders"]:
-            names = _list_names(report["holders"])
+            names = list_names(report["holders"])
             print(f"ddip: still in use from before the load, in {names}: run the cells that define them again")
 
     # -- saves by schedule
@@ -163,7 +165,10 @@ class SaveMagics(GroupMagics):
         try:
             if error := group.saves.background_error():
                 print(f"ddip: the last save in the background failed, and the former save stays: {error}")
-            group.save_if_due()
+            report = group.save_if_due()
+            if report is not None and report["left_out"] != self._left_out:  # once, not after each cell
+                self._left_out = report["left_out"]
+                print_reasons("not saved", report["left_out"])
         except DdipError as error:
             print(f"ddip: {error}")
 
@@ -196,17 +201,3 @@ def _checked_folder(typed: str | None, magic: str) -> str:
 def _is_name_of_variable(group: Group, folder: str) -> bool:
     """Return whether a typed `folder` does not exist, and is the name of a variable on rank 0."""
     return folder.isidentifier() and not os.path.exists(folder) and group.has_name(folder)
-
-
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more
-
-
-def _print_reasons(what: str, reasons: Mapping[str, str]) -> None:
-    """Print the variables by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        by_reason.setdefault(why, []).append(name)
-    for why, names in by_reason.items():
-        print(f"ddip: {what}: {_list_names(names)}: {why}")

@@ -1,12 +1,29 @@
-"""Make text that leaves a rank encodable as UTF-8, whatever it contains.
+"""Texts that ranks and the notebook print; make text that leaves a rank encodable as UTF-8, whatever it contains.
 
 UTF-8 cannot encode half of a surrogate pair, so each half is replaced by its Python escape, such as ``\\\\udcff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+SHOWN_NAMES = 8
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
+
+
+def print_reasons(what: str, reasons: Mapping[str, str]) -> None:
+    """Print the variables by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    for why, names in by_reason.items():
+        print(f"ddip: {what}: {list_names(names)}: {why}")
 
 
 def escape_surrogates(text: str) -> str:

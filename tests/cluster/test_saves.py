@@ -1368,6 +1368,20 @@ def test_the_magics_confirm_and_name_what_is_left_out(notebook: Notebook) -> Non
     assert "not loaded: saved_list: not equal on the 3 ranks that saved, and there are 2 now; existing" in shown.stdout
 
 
+def test_saves_by_schedule_name_once_what_they_leave_out(notebook: Notebook) -> None:
+    loop = "%%dip\nwhile not ddip.save_point(): time.sleep(0.05)"
+    notebook.ok("%%dip\nimport ddip, time\nunsaved_iterator = (n for n in [1])")
+    notebook.ok("%dipsave run2 --every 0.1s")
+    after_cells, in_loops = [], []
+    for _ in range(2):
+        time.sleep(0.2)
+        after_cells.append("unsaved_iterator" in notebook.ok("count = 1").stdout)
+        in_loops.append(notebook.ok(loop).stdout.count("unsaved_iterator"))
+    assert (after_cells, in_loops) == ([True, False], [1, 0])
+    notebook.ok("%dipsave --stop")
+    notebook.ok("%%dip\ndel unsaved_iterator")
+
+
 @pytest.mark.parametrize(
     ("typed", "text"),
     [

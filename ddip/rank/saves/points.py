@@ -19,6 +19,7 @@ from typing import Any
 
 from ddip.protocol.cell_messages import SaveSchedule
 from ddip.protocol.reports import SaveStatus
+from ddip.protocol.text import print_reasons
 from ddip.rank.runtime import current
 
 CHECK_SECONDS = 1.0
@@ -40,6 +41,8 @@ class _Plan:
     """Call at which the ranks talk to each other."""
     error: str = ""
     """Reason why the last save at a point failed; empty if it did not."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Reasons why the last save at a point left variables out."""
     checked: float = 0.0
     checked_calls: int = 0
     """Time and calls of the last check in this cell."""
@@ -80,10 +83,16 @@ def _save_here(plan: _Plan, in_background: bool) -> bool:
 
     report = save_variables(plan.schedule["folder"], plan.schedule["names"], in_background)
     saves += not in_background and not report["error"]
-    if report["error"] not in ("", plan.error) and os.environ.get("RANK") == "0":  # once, not in each step
-        print(f"ddip: nothing was saved: {report['error']}")
+    is_first, known = os.environ.get("RANK") == "0", plan.error
     plan.error = report["error"]
-    return not report["error"]
+    if report["error"]:
+        if report["error"] != known and is_first:  # once, not in each step
+            print(f"ddip: nothing was saved: {report['error']}")
+        return False
+    if report["left_out"] != plan.left_out and is_first:
+        print_reasons("not saved", report["left_out"])
+    plan.left_out = report["left_out"]
+    return True
 
 
 def begin_cell(schedule: SaveSchedule | None) -> None:
