@@ -66,14 +66,14 @@ def _agree_on_save(plan: _Plan) -> bool:
 
     now, calls = time.monotonic(), plan.calls - plan.checked_calls
     per_call = (now - plan.checked) / calls if plan.checked_calls else CHECK_SECONDS
-    warned = plan.warned
+    warned, plan.warned = plan.warned, False  # before the ranks talk: a warning meanwhile is for the next point
     answers = from_all((per_call, warned, warned or now - plan.last >= plan.schedule["seconds"]))
     slowest = max(per_call for per_call, *_ in answers)
     plan.checked, plan.checked_calls = now, plan.calls
     plan.next_check = plan.calls + max(1, int(CHECK_SECONDS / max(slowest, 1e-6)))
     if not any(due for *_, due in answers):
         return False
-    plan.last, plan.warned = now, False
+    plan.last = now
     return _save_here(plan, in_background=not any(warned for _, warned, _ in answers))
 
 
