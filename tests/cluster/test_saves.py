@@ -1065,6 +1065,62 @@ def test_modules_that_cannot_be_filled_change_nothing_or_are_replaced(
     cells.run("assert count == 1")
 
 
+ATTRIBUTES = """
+import torch
+from torch import nn
+class Lookahead(torch.optim.SGD):
+    def step(self):
+        super().step()
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 5: self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        for slow, p in zip(getattr(self, "slow", ()), self.param_groups[0]["params"]): p.data.lerp_(slow, 0.3)
+class Frozen(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        if self.last_epoch == 5: self.frozen = True
+        return [group["lr"] * (1 if hasattr(self, "frozen") else 0.8) for group in self.optimizer.param_groups]
+torch.manual_seed(rank)
+net, losses = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), []
+opt = Lookahead(net.parameters(), lr=0.05)
+schedule = Frozen(opt)
+def train(steps):
+    for _ in range(steps):
+        loss = net(torch.randn(5, 3)).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        schedule.step()
+        losses.append(loss.item())
+        for p in net.parameters():
+            p.average = p.detach().lerp(getattr(p, "average", p.detach()), 0.5)
+            p.data.lerp_(p.average, 0.1)
+        if len(losses) > 4: net[1].running_mean.since = True
+def facts():
+    return losses, [p.average.tolist() for p in net.parameters()], opt.param_groups[0]["lr"], vars(net[1].running_mean)
+train(2)
+"""
+
+
+def test_attributes_of_tensors_optimizers_and_schedulers_are_those_of_the_save(cells: ddip.Group, folder: str) -> None:
+    cells.run(ATTRIBUTES)
+    cells.save(folder)
+    undisturbed = train_on(cells)
+    assert cells.load(folder)["in_place"] == ["net", "opt", "schedule"]
+    assert train_on(cells) == undisturbed
+
+
+def test_attributes_of_shards_are_loaded(warmed_up: None, folder: str) -> None:
+    check = "assert all(p.scale == n and isinstance(p, nn.Parameter) for n, p in enumerate(model.parameters()))"
+    with ddip.Group(2) as group:
+        group.run(f"{TRAINING}\nprepare(fsdp)\nfor n, p in enumerate(model.parameters()): p.scale = n\n{check}")
+        group.save(folder)
+        group.run("for p in model.parameters(): p.scale = p.later = -1")
+        assert "model" in group.load(folder)["in_place"]
+        group.run(f"{check}\nassert not any(hasattr(p, 'later') for p in model.parameters())\ntrain(1)")
+        group.run("model = opt = schedule = None")
+        group.load(folder)
+        group.run(f"{check}\ntrain(1)")
+
+
 def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folder: str, tmp_path: Path) -> None:
     cells.run(f"""
         import pathlib, time, torch

@@ -75,6 +75,8 @@ SEVERAL_MESHES = "its parameters are sharded over several meshes by shard_placem
 UNEVEN = "its parameters of the shape {shape} cannot be divided along dimension {dim} among {ranks} ranks"
 COMPOSABLE = "__composable_api"
 """Beginning of the names of a module's attributes that hold the state of ``fully_shard``."""
+OF_SCHEDULERS = ("step", "_step_count", "_opt_called")
+"""Attributes of an optimizer that the constructor of a scheduler sets: a wrapper, and what the wrapper counts."""
 PARTS = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that hold its parts."""
 NEW_OBJECT: Any = copyreg.__newobj__  # type: ignore[attr-defined]
@@ -204,7 +206,7 @@ class SavePickler(pickling.Pickler):
         self.slots.append(Slot(whole, _device_text(tensor.to_local().device), layout.whole))
         args = (len(self.slots) - 1, layout.whole, tensor.dtype, tensor.device_mesh, layout.placements)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return sharded_tensor, (keys, *args, is_parameter, tensor.requires_grad)
+        return sharded_tensor, (keys, *args, is_parameter, tensor.requires_grad, vars(tensor))
 
     def _reduce_wrapper(self, wrapper: Any, keys: Keys) -> tuple[Any, ...]:
         if wrapper.process_group is not dist.group.WORLD:
@@ -242,7 +244,7 @@ class SavePickler(pickling.Pickler):
         if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
             state = _without_sharding(state)
         if isinstance(obj, torch.optim.Optimizer) and isinstance(state, dict):
-            rest = {name: value for name, value in vars(obj).items() if name not in state and name != "step"}
+            rest = {name: value for name, value in vars(obj).items() if name not in state and name != OF_SCHEDULERS[0]}
             return open_object, (keys, made[0], made[1]), (keys, state, rest), None, None, fill_optimizer
         return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
@@ -484,18 +486,25 @@ def sharded_tensor(
     placements: tuple[Any, ...],
     is_parameter: bool,
     requires_grad: bool,
+    attributes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a DTensor whose values are read later: a new one, or a new value for an existing one."""
+    """Return a DTensor whose values are read later: a new one, or a new value for an existing one.
+
+    `attributes`: those that the user may have set; None in a save of an older ddip.
+    """
     loading = current.get()
     old = loading.find(keys)
     layout = Layout(whole, placements, mesh) if old is None else Layout.of(old)
     new = layout.tensor(torch.zeros(layout.place.shape, dtype=dtype, device=layout.mesh.device_type))
     loading.sharded[slot] = new.detach()
     new.requires_grad_(requires_grad)
+    if is_parameter:
+        new = torch.nn.Parameter(new, requires_grad)
+    vars(new).update(attributes or {})
     if old is not None:
         loading.fill_later(keys, lambda: _fill_tensor(old, new))
         return old
-    return torch.nn.Parameter(new, requires_grad) if is_parameter else new
+    return new
 
 
 def parallel_wrapper(
@@ -561,9 +570,12 @@ def open_tensor(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def _fill_tensor(old: Any, new: Any) -> None:
+    """Give a tensor the values of another one, and those of its attributes that the user may have set."""
     with torch.no_grad():
         old.copy_(new)
         old.requires_grad_(new.requires_grad)
+    vars(old).clear()
+    vars(old).update(vars(new))
 
 
 def fill_object(obj: Any, state: tuple[Keys, Any]) -> None:
@@ -584,6 +596,8 @@ def fill_optimizer(optimizer: Any, state: tuple[Keys, Any, dict[str, Any]]) -> N
     keys, saved, rest = state
 
     def fill() -> None:
+        for name in vars(optimizer).keys() - saved.keys() - rest.keys() - {*OF_SCHEDULERS}:  # set since the save
+            del vars(optimizer)[name]
         optimizer.__setstate__(saved)
         vars(optimizer).update(rest)
 
@@ -605,6 +619,8 @@ def _set_state(obj: Any, state: Any) -> None:
         obj.__setstate__(state)
         return
     own, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if type(obj).__getstate__ is object.__getstate__:  # type: ignore  # else its class leaves some out
+        vars(obj).clear()  # of what was set since the save
     vars(obj).update(own or {})
     for name, value in (slots or {}).items():
         setattr(obj, name, value)
