@@ -1121,6 +1121,20 @@ def test_attributes_of_shards_are_loaded(warmed_up: None, folder: str) -> None:
         group.run(f"{check}\ntrain(1)")
 
 
+def test_a_state_that_an_optimizer_refuses_changes_nothing(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        a_net = torch.nn.Linear(2, 2)
+        a_opt, opt = torch.optim.SGD(a_net.parameters(), 0.1), torch.optim.Adam(a_net.parameters(), 0.1)
+        opt.state[a_net.weight]["mine"] = 1  # Adam expects "step" in a state
+    """)
+    cells.save(folder)
+    cells.run("a_opt.param_groups[0]['lr'] = 0.5; a_net.calls = 1; before = a_net.weight.tolist()")
+    with pytest.raises(TransferError, match="opt cannot be loaded: KeyError: 'step'"):
+        cells.load(folder)
+    cells.run("assert (a_opt.param_groups[0]['lr'], a_net.calls, a_net.weight.tolist()) == (0.5, 1, before)")
+
+
 def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folder: str, tmp_path: Path) -> None:
     cells.run(f"""
         import pathlib, time, torch

@@ -627,9 +627,10 @@ def _set_state(obj: Any, state: Any) -> None:
 
 
 def _try_state(obj: Any, state: Any) -> None:
-    """Raise now what a class of the user's raises for a state, before anything in the session changes."""
+    """Raise now what an optimizer or a class of the user's raises for a state, before anything changes."""
     set_state = getattr(type(obj), "__setstate__", None)
-    if set_state is not None and not str(getattr(set_state, "__module__", "")).startswith("torch."):
+    is_torchs = str(getattr(set_state, "__module__", "")).startswith("torch.")
+    if set_state is not None and (not is_torchs or isinstance(obj, torch.optim.Optimizer)):
         set_state(object.__new__(type(obj)), _copy_containers(state, {}))  # the trial must not change the state
 
 
