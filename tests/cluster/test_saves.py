@@ -1161,6 +1161,23 @@ def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folde
     """)
 
 
+def test_memory_that_is_changed_meanwhile_is_saved_as_it_was_once(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import threading, torch
+        shared = torch.zeros(1_000_000).share_memory_()  # as a cache that workers of a loader fill
+        is_over = False
+        def fill():
+            while not is_over: shared.add_(1)
+        thread = threading.Thread(target=fill)
+        thread.start()
+    """)
+    try:
+        cells.save(folder, ["shared"])
+    finally:
+        cells.run("is_over = True; thread.join()")
+    assert cells.load(folder)["loaded"] == ["shared"]
+
+
 @pytest.mark.grid(in_ci=True)
 def test_a_stopped_load_leaves_a_working_group(cells: ddip.Group, folder: str) -> None:
     cells.run("import torch\nlarge = [torch.rand(4_000_000) for _ in range(8)]; count = 1")

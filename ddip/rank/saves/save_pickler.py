@@ -197,6 +197,8 @@ class SavePickler(pickling.Pickler):
             self._shared_storage(storage)  # raises for a part of FSDP1
             self._known[storage._cdata] = len(self.slots)
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            if storage.device.type == "cpu" and storage.is_shared():  # another process may be changing it
+                flat = flat.clone()
             self.slots.append(Slot(flat, _device_text(storage.device), tuple(flat.shape)))
         return self._known[storage._cdata]
 
