@@ -226,6 +226,21 @@ def test_views_of_an_existing_model_stay_views(cells: ddip.Group, folder: str) -
         """)
 
 
+def test_a_model_is_loaded_without_another_one_in_the_same_memory(cells: ddip.Group, folder: str) -> None:
+    cells.run("""
+        import torch
+        memory = torch.zeros(8)
+        one, two = torch.nn.Module(), torch.nn.Module()
+        one.weight, two.weight = torch.nn.Parameter(memory[:4]), torch.nn.Parameter(memory[4:])
+    """)
+    cells.save(folder)
+    cells.run("one.weight.data.fill_(1); two.weight.data.fill_(2)")
+    assert cells.load(folder, ["one"])["in_place"] == ["one"]
+    cells.run("assert one.weight.tolist() == [0] * 4 and two.weight.tolist() == [2] * 4 and memory.sum() == 8")
+    cells.load(folder)
+    cells.run("assert two.weight.tolist() == [0] * 4")
+
+
 def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch

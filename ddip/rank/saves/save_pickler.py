@@ -402,8 +402,9 @@ class Loading:
         It is filled now, as classes may copy values while they are unpickled, and later, as they may change them.
         """
         storages = dict(self.storages)
+        others = {slot for keys, (slot, _) in places.items() if not self.is_chosen(keys)}
         for keys, (slot, place) in places.items():
-            if not self.is_chosen(keys):
+            if slot in others:  # another variable, which stays as it is, has a part of the memory
                 continue
             old, new = self.find(keys), self.storages[slot]
             if old is None or storages[slot] is not new or not kinds.is_plain(old) or place_of(old) != place:
