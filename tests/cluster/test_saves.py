@@ -1258,8 +1258,9 @@ def test_a_save_that_another_session_removes_says_so(cells: ddip.Group, folder: 
         cells.run("if rank == 0: save_folder.begin_version = begin")
 
 
-def test_a_flipped_bit_is_found(cells: ddip.Group, folder: str) -> None:
-    cells.run("import torch\nlarge = torch.zeros(100_000)")
+@pytest.mark.parametrize("made", ["torch.zeros(100_000)", "numpy.zeros(100_000)"])
+def test_a_flipped_bit_is_found(cells: ddip.Group, folder: str, made: str) -> None:
+    cells.run(f"import numpy, torch\nlarge = {made}")
     cells.save(folder)
     file = max(Path(folder).rglob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())

@@ -138,16 +138,20 @@ class _Source:
         self.reader.read({self.header["slots"][number][0]: tensor for number, tensor in tensors.items()})
 
     def read_parts(self) -> PickledParts:
-        """Return the pickles of all variables, in the order of the header."""
+        """Return the pickles of all variables, in the order of the header; raise ValueError if they are damaged."""
         parts = self.header["parts"]
         buffers = {
-            name: [self.reader.read_bytes(f"{self.prefix}/{name}/{number}") for number in range(1, len(sizes))]
+            name: [self._read_bytes(f"{name}/{number}") for number in range(1, len(sizes))]
             for name, sizes in parts.items()
         }
-        stream = self.reader.read_bytes(f"{self.prefix}/{STREAM}")
-        if zlib.crc32(stream) != self.header["crc"]:
+        return PickledParts(self._read_bytes(STREAM), {name: sizes[0] for name, sizes in parts.items()}, buffers)
+
+    def _read_bytes(self, name: str) -> bytearray:
+        data = self.reader.read_bytes(f"{self.prefix}/{name}")
+        crcs = self.header.get("crcs") or {STREAM: self.header["crc"]}  # an older ddip checked only the pickles
+        if zlib.crc32(data) != crcs.get(name, zlib.crc32(data)):
             raise ValueError(f"{self.version} is damaged: the files have other contents than were written")
-        return PickledParts(stream, {name: sizes[0] for name, sizes in parts.items()}, buffers)
+        return data
 
 
 def load_variables(folder: str, names: list[str], anyway: bool) -> LoadReport:

@@ -188,12 +188,13 @@ def _name_slots(packed: Packed, ranks: list[_PartFacts]) -> dict[str, Slot]:
 
 def _stream_tensors(header: dict[str, Any], packed: Packed) -> dict[str, torch.Tensor]:
     """Return the header, the pickles, and each buffer that the pickles refer to, as tensors of bytes."""
-    stream = b"".join(pickled.parts[0] for pickled in packed.pickled.values())
-    parts: dict[str, Any] = {HEADER: pickle.dumps(header | {"crc": zlib.crc32(stream)}), STREAM: stream}
+    parts = {STREAM: bytearray().join(pickled.parts[0] for pickled in packed.pickled.values())}
     for name, pickled in packed.pickled.items():
-        parts |= {f"{name}/{number}": part for number, part in enumerate(pickled.parts) if number}
+        parts |= {f"{name}/{number}": bytearray(part) for number, part in enumerate(pickled.parts) if number}
+    crcs = {name: zlib.crc32(part) for name, part in parts.items()}
+    parts[HEADER] = bytearray(pickle.dumps(header | {"crcs": crcs}))
     prefix = f"rank{dist.get_rank()}"
-    return {f"{prefix}/{name}": torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
+    return {f"{prefix}/{name}": torch.frombuffer(part, dtype=torch.uint8) for name, part in parts.items()}
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
