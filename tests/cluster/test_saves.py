@@ -1150,6 +1150,43 @@ def test_a_state_that_an_optimizer_refuses_changes_nothing(cells: ddip.Group, fo
     cells.run("assert (a_opt.param_groups[0]['lr'], a_net.calls, a_net.weight.tolist()) == (0.5, 1, before)")
 
 
+COUNTED = """
+import os, torch
+class State: step = 1
+class Net(torch.nn.Linear):
+    lists = []
+    def forward(self, x): return 1
+class Fragile:
+    def __init__(self): self.number = 1
+    def __setstate__(self, state):
+        if rank == 1 and "FRAGILE" in os.environ: raise OSError("no such server")
+net, z_fragile = Net(1, 1), Fragile()
+"""
+
+
+def test_attributes_of_classes_are_loaded_only_with_them(cells: ddip.Group, folder: str) -> None:
+    cells.run(COUNTED)
+    cells.save(folder)
+    later = "State.step = 2; State.since = net.lists = 1; _net = net; os.environ['FRAGILE'] = 'yes'"
+    cells.run(later)
+    with pytest.raises(TransferError, match="z_fragile cannot be loaded"):
+        cells.load(folder)
+    cells.run("assert (State.step, State.since) == (2, 1); del os.environ['FRAGILE']")
+    cells.load(folder, ["net"])
+    cells.run("assert (State.step, State.since) == (2, 1)")
+    cells.load(folder)
+    cells.run("assert State.step == 1 and net is _net and type(net) is Net")
+
+
+def test_code_of_a_class_that_has_changed_since_the_save_is_kept_and_named(cells: ddip.Group, folder: str) -> None:
+    cells.run(COUNTED)
+    cells.save(folder)
+    cells.run("Net.forward = lambda self, x: 2\nState.step = 2")
+    report = cells.load(folder)
+    assert list(report["kept"]) == ["Net"] and "code has changed" in report["kept"]["Net"]
+    cells.run("assert net(0) == 2 and State.step == 1")
+
+
 def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folder: str, tmp_path: Path) -> None:
     cells.run(f"""
         import pathlib, time, torch

@@ -16,11 +16,12 @@ import pickle
 import signal
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ from ddip.rank import user_namespace
 from ddip.rank.inspection.state_history import history
 from ddip.rank.objects import wrappers
 from ddip.rank.runtime import process_settings
-from ddip.rank.saves import save_folder, save_pickler
+from ddip.rank.saves import content_digest, save_folder, save_pickler
 from ddip.rank.saves.agreement import (
     EQUAL_BUT_FOR_BUFFERS,
     AgreedError,
@@ -52,7 +53,10 @@ from ddip.sharded.copies import from_all
 
 PER_RANK = "not equal on the {then} ranks that saved, and there are {now} now; existing variables keep their values"
 DEFINED = "this session's definition was kept; loaded objects use the saved one, which differs"
+CHANGED = "this session's class was kept, since its code has changed since the save"
 BUFFERS = "they differed between the ranks; each has rank 0's now"
+PICKLED_CLASSES: Collection[type] = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+"""Classes that this process has pickled or unpickled; unpickling one again sets its attributes."""
 _nothing = object()
 SHARED = (int, float, complex, str, bytes, type(None), types.FunctionType, types.ModuleType, type)
 """Classes of values that other variables may hold without a link to the replaced variable."""
@@ -205,6 +209,8 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
                 process_settings.take_over(source.header["settings"])
                 if source.is_same_size:
                     contents.set_process_generators(source.header["generators"])
+            theirs, ours = {id(value) for value in values.values()}, {id(variables[name]) for name in kept}
+            replaced.restore_classes(lambda cls: id(cls) in ours or (bool(names) and id(cls) not in theirs))
             is_loaded = True
             loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
             history.replace_snapshots()
@@ -263,18 +269,34 @@ def _has_structure(value: Any, structure: str) -> bool:
 
 
 class _Namespace:
-    """The rank's variables, with those that a load has replaced."""
+    """The rank's variables, with those that a load has replaced, and the classes that unpickling changes in place."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         self._variables, self._former = variables, dict[str, Any]()
+        self._classes = [(cls, {**vars(cls)}, content_digest.code_of(cls)) for cls in [*PICKLED_CLASSES]]
 
     def set(self, name: str, value: Any) -> None:
         """Set a variable, and keep its former value."""
         self._former.setdefault(name, self._variables.get(name, _nothing))
         self._variables[name] = value
 
+    def has_other_code(self, value: Any) -> bool:
+        """Return whether the load has changed the methods of `value`, a class of this session."""
+        return any(cls is value and content_digest.code_of(cls) != code for cls, _, code in self._classes)
+
+    def restore_classes(self, are_kept: Callable[[type], bool] = lambda cls: True) -> None:
+        """Give the session's classes for which `are_kept` is true their former attributes."""
+        for cls, former, _ in self._classes:
+            if are_kept(cls):
+                for name in vars(cls).keys() - former.keys():
+                    type.__delattr__(cls, name)
+                for name, value in former.items():
+                    if vars(cls).get(name, _nothing) is not value:
+                        type.__setattr__(cls, name, value)
+
     def restore(self) -> None:
         """Undo all changes."""
+        self.restore_classes()
         while self._former:
             name, value = self._former.popitem()
             if value is _nothing:
@@ -318,6 +340,9 @@ def _unpickle_variables(
                 own = user_namespace().get(name, _nothing)
                 if _is_other_definition(own, value):
                     kept[name] = DEFINED
+                    continue
+                if namespace.has_other_code(value):
+                    kept[name] = CHANGED
                     continue
                 values[name] = value
                 namespace.set(name, value)  # code of the next object may read it
