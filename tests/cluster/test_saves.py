@@ -1381,6 +1381,14 @@ def test_a_schedule_keeps_the_good_save_after_a_fault(
         group.save_every(None)
 
 
+def test_a_save_within_no_grad_leaves_gradients_on(cells: ddip.Group, folder: str) -> None:
+    cells.save_every(0, folder)
+    cells.run("import ddip, torch\nwith torch.no_grad(): assert ddip.save_point()")
+    cells.save_every(None)
+    cells.load(folder)
+    cells.run("assert torch.is_grad_enabled()")
+
+
 def test_a_cell_on_some_ranks_has_no_points(cells: ddip.Group, folder: str) -> None:
     cells.save_every(0, folder)
     cells.run("import ddip")

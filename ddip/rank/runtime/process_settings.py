@@ -44,8 +44,10 @@ DEVICES = ("cpu", "cuda")
 """Device types whose autocast setting is read."""
 ENVIRONMENT, FILTERS = "environment", "warning filters"
 """Keys of two settings. Only ``warnings.catch_warnings()`` replaces the filter list; other code changes the list."""
-CARRIED = ("gradients", "anomaly mode", "default dtype", "deterministic algorithms", "matmul precision", "cuDNN")
-"""Settings that a new rank takes over besides the directory, because results depend on them."""
+NUMERIC = ("default dtype", "deterministic algorithms", "matmul precision", "cuDNN")
+"""Settings on which results depend, which a save has. Others may be set only for the block in which it is taken."""
+CARRIED = ("gradients", "anomaly mode", *NUMERIC)
+"""Settings that a new rank takes over besides the directory."""
 DIRECTORY, SAME_DIRECTORY, PATH = "working directory", "unchanged working directory", "sys.path"
 """Keys of what a new rank takes over; the second is only for ranks on the same host."""
 OF_A_RANK = re.compile(

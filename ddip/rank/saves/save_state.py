@@ -111,7 +111,7 @@ def _save_agreed(folder: str, names: list[str], background: bool) -> SaveReport:
         "buckets": buckets,
         "with_workers": packed.pickler.with_workers,
         "generators": generators,
-        "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.CARRIED},
+        "settings": {k: v for k, v in process_settings.find_changed().items() if k in process_settings.NUMERIC},
     }
     if background:
         tensors = {name: _copy_tensor(tensor) for name, tensor in tensors.items()}
