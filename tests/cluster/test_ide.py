@@ -204,7 +204,7 @@ def test_threads_of_a_cell_stop(ide: Ide) -> None:
 
 
 def test_breakpoints_stop_after_the_debugger_was_off(ide: Ide) -> None:
-    """From Python 3.12 on, a debugger remembers which functions have no breakpoints."""
+    """A debugger of Python 3.12 or later remembers which functions have no breakpoints."""
     shapes, others = ide.notebook.folder / "shapes.py", ide.notebook.folder / "others.py"
     for file in (shapes, others):
         file.write_text(SHAPES)

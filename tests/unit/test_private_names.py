@@ -18,6 +18,7 @@ import warnings
 import weakref
 from pathlib import Path
 
+import cloudpickle
 import ipyparallel
 import IPython
 import pytest
@@ -56,7 +57,7 @@ from ddip.rank.objects import live_objects, reducers, wrappers
 from ddip.rank.process_group import aborted_tensors, collectives, flight_recorder, rank_vitals
 from ddip.rank.profiling import profile_events, profiling, trace_file
 from ddip.rank.runtime import c10d, process_settings
-from ddip.rank.saves import save_pickler
+from ddip.rank.saves import load_state, save_pickler
 from ddip.sharded import layout
 
 
@@ -442,6 +443,14 @@ def test_a_device_mesh_knows_its_groups_by_their_names() -> None:
     assert "self._hash = hash(" in inspect.getsource(DeviceMesh.__hash__)
     before_2_8, now = "self._dim_group_infos = dim_group_infos", "self._dim_group_names = self._init_process_groups("
     assert any(line in inspect.getsource(DeviceMesh) for line in (before_2_8, now))
+
+
+def test_cloudpickle_tells_the_classes_that_it_has_unpickled() -> None:
+    class Local:
+        pass
+
+    cloudpickle.loads(cloudpickle.dumps(Local))
+    assert Local in load_state.PICKLED_CLASSES
 
 
 def test_a_sharded_tensor_knows_the_position_of_its_shard() -> None:

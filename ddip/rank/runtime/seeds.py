@@ -50,6 +50,6 @@ def start_facts() -> tuple[int, int, str, list[str]]:
 
 
 def _is_generated(name: str) -> bool:
-    """Return whether a library has written the module `name`, as ``torch.compile`` and ``RemoteModule`` do."""
+    """Return whether a library, such as ``torch.compile``, has written the module `name`."""
     package = sys.modules.get(name.partition(".")[0])
     return name.startswith("_remote_module_") or is_librarys(getattr(package, "__file__", None) or "")

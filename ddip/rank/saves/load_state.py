@@ -55,8 +55,11 @@ PER_RANK = "not equal on the {then} ranks that saved, and there are {now} now; e
 DEFINED = "this session's definition was kept; loaded objects use the saved one, which differs"
 CHANGED = "this session's class was kept, since its code has changed since the save"
 BUFFERS = "they differed between the ranks; each has rank 0's now"
-PICKLED_CLASSES: Collection[type] = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
-"""Classes that this process has pickled or unpickled; unpickling one again sets its attributes."""
+PICKLED_CLASSES: Collection[type] = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
+"""Classes that this process has pickled or unpickled; unpickling one again sets its attributes.
+
+Without this private name of cloudpickle, a load may change attributes of classes that it does not load.
+"""
 _nothing = object()
 SHARED = (int, float, complex, str, bytes, type(None), types.FunctionType, types.ModuleType, type)
 """Classes of values that other variables may hold without a link to the replaced variable."""
