@@ -208,6 +208,13 @@ def test_a_rank_waits_for_the_last_one_despite_different_clocks(ahead: float) ->
     assert (slowest.last, slowest.seconds, slowest.waiting) == (1, pytest.approx(3.5), pytest.approx(3))
 
 
+def test_the_slowest_collective_is_known_if_only_calls_are_recorded() -> None:
+    early = report_of_ten_seconds([collective_row(1, 1, 1.01), collective_row(2, 6, 6.1)], [(1, 4), (6, 6.1)])
+    late = report_of_ten_seconds([collective_row(1, 4, 4.01), collective_row(2, 6, 6.1)], [(4, 4.01), (6, 6.1)])
+    slowest = profile_of({0: early, 1: late}).slowest_collective
+    assert slowest is not None and (slowest.number, slowest.seconds) == (1, pytest.approx(3))
+
+
 def test_time_in_simultaneous_collectives_counts_once() -> None:
     """Overlap collectives, as DDP's buckets do."""
     first = report_of_ten_seconds([collective_row(1, 1, 5), collective_row(2, 2, 5), collective_row(3, 3, 5)], [(3, 5)])

@@ -147,6 +147,7 @@ def _collective_rows(
     found = []
     for key, arrival in sorted(arrivals.items(), key=lambda item: min(item[1].begun.values())):
         _, group, number, op, shapes, dtypes, _, _ = next(iter(arrival.rows.values()))
+        longest = max(row[7] - row[6] for row in arrival.rows.values()) / 1e9
         found.append(
             Collective(
                 group=group_text(group, world_size),
@@ -154,7 +155,7 @@ def _collective_rows(
                 op=op,
                 shapes=tuple(tuple(shape) for shape in shapes),
                 dtype=dtypes[0] if dtypes else "",
-                seconds=max(row[7] - row[6] for row in arrival.rows.values()) / 1e9,
+                seconds=max(longest, waits.get(key, 0.0)),  # an older torch records only the calls
                 waiting=waits.get(key, 0.0),
                 last=arrival.last,
             )
