@@ -155,7 +155,7 @@ def _collective_rows(
                 op=op,
                 shapes=tuple(tuple(shape) for shape in shapes),
                 dtype=dtypes[0] if dtypes else "",
-                seconds=max(longest, waits.get(key, 0.0)),  # an older torch records only the calls
+                seconds=max(longest, waits.get(key, 0.0)),  # torch before 2.11 records only the calls
                 waiting=waits.get(key, 0.0),
                 last=arrival.last,
             )
