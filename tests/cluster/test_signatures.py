@@ -91,6 +91,7 @@ def test_collectives_that_match_are_not_reported(ranks: ddip.Group, capsys: pyte
     assert "different" not in capsys.readouterr().err
 
 
+@pytest.mark.native("sockets")
 def test_a_cell_that_fails_or_catches_the_error_reports_them(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_slow_rank_that_is_aborted_hides_no_wrong_results(
     ranks.run(PROOF)
 
 
+@pytest.mark.native("sockets")
 def test_different_collectives_before_one_that_a_rank_alone_has_begun_are_reported(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
