@@ -330,7 +330,7 @@ class ProcessGroupManager:
                 self._adopt_group()
         if are_ours:  # also if the group has been released: a rank may have used wrong results before that
             silent = [rank for rank, report in reports.items() if report is None]
-            answers = self._ask_control(silent, on_rank.begun_operations()) if silent else {}
+            answers = self._ranks.call_on_control_channel(silent, on_rank.begun_operations()) if silent else {}
             begun = {rank: report["begun"] for rank, report in present.items()}
             begun |= {rank: answer for rank, answer in answers.items() if answer is not None}
             self._steps.update(begun)

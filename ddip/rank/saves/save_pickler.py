@@ -70,7 +70,7 @@ COMMUNICATION = {
     "_reduce_scatter_comm": "custom reduce-scatter",
     "reduce_scatter_reduce_op": "reduce-scatter divide factor",
 }
-"""Attributes of FSDP2 parameter groups that are not saved: the user's functions and, before torch 2.8, an operation."""
+"""Attributes of FSDP2 parameter groups that are not saved: the user's functions and, in torch 2.7, an operation."""
 SEVERAL_MESHES = "its parameters are sharded over several meshes by shard_placement_fn"
 UNEVEN = "its parameters of the shape {shape} cannot be divided along dimension {dim} among {ranks} ranks"
 COMPOSABLE = "__composable_api"
@@ -246,7 +246,7 @@ class SavePickler(pickling.Pickler):
         if isinstance(obj, torch.nn.Module) and isinstance(state, dict):
             state = _without_sharding(state)
         if isinstance(obj, torch.optim.Optimizer) and isinstance(state, dict):
-            rest = {name: value for name, value in vars(obj).items() if name not in state and name != OF_SCHEDULERS[0]}
+            rest = {name: value for name, value in vars(obj).items() if name not in state and name != "step"}
             return open_object, (keys, made[0], made[1]), (keys, state, rest), None, None, fill_optimizer
         return open_object, (keys, made[0], made[1]), (keys, state), None, None, fill_object
 
