@@ -63,7 +63,7 @@ class RequestInterrupted(DdipError, KeyboardInterrupt):
     """The user interrupted a ddip operation on ranks, such as a push; the message says how it ended."""
 
     has_succeeded = False
-    """True if the interrupt came too late: all ranks have done what they were asked for."""
+    """Whether the interrupt came too late, after all ranks had done what they were asked for."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"KeyboardInterrupt: {self}"]

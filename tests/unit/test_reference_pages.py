@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_the_page_lists_all_members_of_a_class(name: str) -> None:
         if not key.startswith("_") and (inspect.isroutine(value) or isinstance(value, property))
     }
     assert [key for key, value in public.items() if not value.__doc__] == []  # the build omits these
+
+
+@pytest.mark.parametrize("name", [name for name in ddip.__all__ if inspect.isclass(getattr(ddip, name))])
+def test_docstrings_of_attributes_have_no_colon_that_sphinx_takes_for_the_end_of_a_type(name: str) -> None:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(ddip, name)))).body
+    assert isinstance(tree, ast.ClassDef)
+    values = [statement.value for statement in tree.body if isinstance(statement, ast.Expr)]
+    texts = [str(value.value) for value in values[1:] if isinstance(value, ast.Constant)]
+    assert [text for text in texts if ": " in re.sub(r"``.*?``", "", text.splitlines()[0])] == []
 
 
 def test_the_page_lists_every_json_type() -> None:
