@@ -149,6 +149,7 @@ bench: $(READY) $(PEERS)
 	$(BIN)/python benchmarks/fastai.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/scale.py
+	$(HOSTS) run -- $(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/results.py
 	$(BIN)/python benchmarks/figures.py

@@ -56,6 +56,12 @@ def read_runs(page: str | None = None) -> dict[str, tuple[str, str]]:
     return {title: (run[1], run[2]) for title, run in runs.items() if run}
 
 
+def read_tables(section: str) -> list[str]:
+    """Return the lines of a section's tables, with the empty lines between them."""
+    lines = dict(_sections(RESULTS.read_text())).get(section, [])
+    return [line for line in lines if line.startswith("|") or not line]
+
+
 def _sections(page: str) -> Iterator[tuple[str, list[str]]]:
     for part in page.split("\n## ")[1:]:
         title, *lines = part.splitlines()

@@ -11,7 +11,7 @@ import importlib.metadata
 import platform
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -31,6 +31,7 @@ TITLES = {
     "hosts": "Several hosts",
     "many_starts": "Many starts",
     "scale": "Scale",
+    "growth": "Over a session",
     "fastai": "fastai",
     "watch": "A live view",
 }
@@ -46,6 +47,8 @@ PLOTS = {
     ],
 }
 """Rows that are plotted over the number of ranks; the first row of each plot includes its comparisons."""
+GROWING = ["an empty cell", "a cell that fails on one rank", "a push", "a pull", "%dipcells", "%dipcheck one", "Tab"]
+"""Rows that are plotted over each axis of ``growth.py``."""
 
 
 def collect_curves(rows: Iterable[Row], first: str) -> dict[str, dict[int, list[float]]]:
@@ -81,13 +84,30 @@ def plot_rows(rows: list[Row], file: Path) -> bool:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, list(map(str, sizes)))
-    axes.set_xlabel("ranks")
+    axes.set_xlabel(rows[0].axis or "ranks")
     axes.set_ylabel(rows[0].unit)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, framealpha=0.5)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
     return True
+
+
+def growth_tables(rows: Sequence[Row], plots: Path) -> list[str]:
+    """Return a table of medians for each axis, operations by sizes, with its plot in the folder `plots`."""
+    page: list[str] = []
+    for axis in dict.fromkeys(row.axis for row in rows):
+        found = [row for row in rows if row.axis == axis]
+        sizes = sorted({row.ranks for row in found})
+        head = f"| {found[0].unit}, over {axis} | {' | '.join(map(str, sizes))} |"
+        page += ["", head, "|---" * (len(sizes) + 1) + "|"]
+        for what in dict.fromkeys(row.what for row in found):
+            medians = {row.ranks: f"{statistics.median(row.ours):.3g}" for row in found if row.what == what}
+            page.append(f"| {what} | {' | '.join(medians.get(size, '') for size in sizes)} |")
+        file = plots / f"growth_{axis.split()[0]}.svg"
+        if plot_rows([row for row in found if row.what in GROWING], file):
+            page += ["", f"![{axis}](results/{file.name})"]
+    return page
 
 
 def sections_of(page: str) -> dict[str, list[str]]:
@@ -104,6 +124,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ddip"})
+    (folder / "results").mkdir(exist_ok=True)
     found = load_rows()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     page = [
@@ -121,10 +142,12 @@ def main() -> None:
             page += ["", f"## {title}", "", *former[title]] if title in former else []
             continue
         when, rows = found[benchmark]
+        if benchmark == "growth":
+            page += ["", f"## {title}", "", when, *growth_tables(rows, folder / "results")]
+            continue
         page += ["", f"## {title}", "", when, "", HEAD, *(row.table_row() for row in rows)]
         drawn = [row for what in PLOTS.get(benchmark, ()) for row in rows if row.what == what]
         file = folder / "results" / f"{benchmark}.svg"
-        file.parent.mkdir(exist_ok=True)
         if drawn and plot_rows(drawn, file):
             page += ["", f"![{title}, over the number of ranks](results/{file.name})"]
     page_path.write_text("\n".join(page) + "\n")

@@ -31,6 +31,8 @@ class Row:
     ranks: int
     ours: Sequence[float]
     others: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    axis: str = ""
+    """What `ranks` counts instead of ranks, for results over something else."""
 
     def table_row(self) -> str:
         """Return the table row: medians and median ratios, with their intervals."""

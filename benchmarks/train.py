@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from output import running_kernel
+from kernel import running_kernel
 from rows import Row, report_rows
 
 STEPS = 300

@@ -19,7 +19,7 @@ from markdown_directive import MarkdownDirective, markdown_table
 from messages_page import Messages
 from pygments.lexer import bygroups, this, using
 from pygments.token import Keyword, Operator, Text
-from results_page import PeersAhead, Results
+from results_page import PeersAhead, Results, WholeTables
 from sphinx.application import Sphinx
 
 import ddip
@@ -214,6 +214,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("dip-messages", Messages)
     app.add_directive("dip-results", Results)
     app.add_directive("dip-peers-ahead", PeersAhead)
+    app.add_directive("dip-tables", WholeTables)
     app.add_lexer("python", CellLexer)
     app.connect("autodoc-process-signature", readable_signature)
     app.connect("builder-inited", write_tutorials)

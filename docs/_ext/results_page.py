@@ -52,6 +52,17 @@ class Results(MarkdownDirective):
         return [*_table(chosen), *_caption([section])]
 
 
+class WholeTables(MarkdownDirective):
+    """Directive ``dip-tables``: all tables of a section, as ``RESULTS.md`` has them."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def lines(self) -> list[str]:
+        """Return the tables, and a line with the machine and the day."""
+        return [*figures.read_tables(self.arguments[0]), *_caption(self.arguments)]
+
+
 def _table(results: Sequence[Result]) -> list[str]:
     """Return a table with a column per number of ranks, and a row for ddip and each comparison."""
     sizes = sorted({result.ranks for result in results})

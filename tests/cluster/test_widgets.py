@@ -206,6 +206,29 @@ def test_a_reloaded_page_gets_widgets_of_busy_and_ended_ranks(notebook: Notebook
     assert values_on_new_page(notebook, sliders) == [40, 7, 42]
 
 
+COMMANDS = """%%dip -r 0
+import ipywidgets, traitlets
+class Commander(ipywidgets.DOMWidget):
+    command = traitlets.Unicode().tag(sync=True)
+fast_bar, commander = ipywidgets.IntProgress(max=2000), Commander()
+display(fast_bar, commander)
+for step in range(1, 2001):
+    fast_bar.value = step
+    if step % 500 == 0:
+        commander.command = f"at {step}"
+        commander.command = ""
+"""
+
+
+def test_values_that_a_page_has_not_got_yet_are_replaced_but_no_commands_are(notebook: Notebook) -> None:
+    states = [content["data"].get("state", {}) for kind, content in notebook.ok(COMMANDS).messages if kind == "comm_msg"]
+    values = [state.get("value", state.get("command")) for state in states]
+    assert len(values) < 400
+    for step in (500, 1000, 1500, 2000):
+        at = values.index(f"at {step}")
+        assert values[at - 1 : at + 2] == [step, f"at {step}", ""]
+
+
 # -- bars
 
 

@@ -35,6 +35,9 @@ MOST_UNANNOUNCED = 5_000
 them."""
 WIDGETS = "jupyter.widget"
 """Target of the comms of widgets; libraries open comms with others."""
+CONTROLS = "@jupyter-widgets/controls"
+"""Module of sliders, progress bars and texts. Their pages show the last value of a property; other libraries also use
+properties to send commands, of which none may be left out."""
 CONTROL = "jupyter.widget.control"
 """Target of the comm on which a page requests the states of all widgets."""
 
@@ -53,6 +56,12 @@ class _Widget:
     """True once the page knows the widget. A page does not know the widgets of ranks that are not shown."""
     clears_next: bool = False
     """True if the next output of an Output widget replaces the others."""
+
+    def is_value(self, message: Message) -> bool:
+        """Return True if a later value may replace the one in `message` before the page has got it."""
+        data = message["content"].get("data")
+        is_update = isinstance(data, dict) and data.get("method") == "update" and bool(state_in(message))
+        return is_update and state_in(self.opening).get("_model_module") == CONTROLS
 
 
 def _update_message(name: str, outputs: list[Any]) -> Message:
@@ -83,6 +92,8 @@ class Comms:
         self._changed: dict[str, None] = {}
         """Output widgets whose state is to be sent; a dict as an ordered set."""
         self._next_send = 0.0
+        self._held: dict[str, tuple[CellOutputArea, Message]] = {}
+        """Values that are not sent yet, by name of the widget, with the page that sends them."""
         self.bars = WidgetBars()
 
     def relay(self, rank: int, message: Message, cell: CellOutput, shown: bool = True) -> None:
@@ -114,8 +125,28 @@ class Comms:
             self._merge(widget, message)
             for part in new if widget.announced else ():
                 self.show(part, widget.cell)
-        if widget.announced:
+        if widget.announced and kind == "comm_msg" and widget.is_value(message):
+            self._hold(name, message, cell.page)
+        elif widget.announced:
+            self.send_values()  # which came before
             cell.page.send(message)
+
+    def _hold(self, name: str, message: Message, page: CellOutputArea) -> None:
+        """Keep values for `send_values`, with those of the same widget that are kept already."""
+        _, held = self._held.get(name, (page, message))
+        if held is message:
+            data = message["content"]["data"]
+            data = {**data, "state": dict(data["state"])}  # a later change must not change the recorded message
+            held = {**message, "content": {**message["content"], "data": data}}
+        else:
+            merge_state(held, message)
+        self._held[name] = page, held
+
+    def send_values(self) -> None:
+        """Send the values that have arrived since the last call, in one message for each widget."""
+        held, self._held = self._held, {}
+        for page, message in held.values():
+            page.send(message)
 
     def _merge(self, widget: _Widget, message: Message) -> None:
         with self._lock:

@@ -129,6 +129,7 @@ class CellOutput:
                 self.page.capture("")
                 self._view.draw()
                 if self._comms is not None:
+                    self._comms.send_values()
                     self._comms.send_outputs(self.page)
             for copy in self._copies:
                 copy.draw()
@@ -148,6 +149,8 @@ class CellOutput:
                     self._view.ended(rank, rank in (errors or {}))
             shown, data = False, Message()
             with self._guard:
+                if self._comms is not None:
+                    self._comms.send_values()
                 for rank in self._captures:
                     self._end_captures(rank, 0)
                 self.page.capture("")
@@ -402,6 +405,9 @@ class Comms(Protocol):
 
     def clear_output(self, name: str, wait: bool) -> None:
         """Remove the output in the state of an Output widget; with `wait`, when the next output comes."""
+
+    def send_values(self) -> None:
+        """Send the values of widgets that have changed since the last call."""
 
     def send_outputs(self, page: CellOutputArea, at_once: bool = False) -> None:
         """Send the changed outputs of Output widgets to `page`, at a limited rate; with `at_once`, now in any case."""
