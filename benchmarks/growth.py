@@ -24,11 +24,13 @@ from rows import Row, report_rows
 LINE = "x" * 99
 """A printed line has 100 bytes with its end."""
 
+SAVE = "%dipsave of one tensor"
+FAILS = "a cell that fails on one rank"
 OPERATIONS = {
     "a cell of the notebook": "1 + 1",
     "an empty cell": "%%dip\npass",
     "a cell with an all_reduce": "%%dip\ndist.all_reduce(one)",
-    "a cell that fails on one rank": "%%dip\nif rank == 1: raise ValueError",
+    FAILS: "%%dip\nif rank == 1: raise ValueError",
     "a push": "%dipush small",
     "a pull": "%dipull small as pulled",
     "a background cell and its end": "%%dip --bg\npass",
@@ -36,11 +38,10 @@ OPERATIONS = {
     "%dipcell": "%dipcell",
     "%dipstatus": "%dipstatus",
     "%dipcheck one": "%dipcheck one",
-    "%dipsave of one tensor": "%dipsave {folder} one",
+    SAVE: "%dipsave {folder} one",
     "Tab": "%%dip\nsmal",
     "help": "%%dip\nsmall",
 }
-FAILS = "a cell that fails on one rank"
 REQUESTS = {"Tab": "complete", "help": "inspect"}
 SETUP = "%%dip everywhere\nsmall = [1, 2, 3]"
 ON_RANKS = "%%dip\nimport torch, torch.distributed as dist\none = torch.ones(1)"
@@ -78,16 +79,20 @@ AXES = (
     Axis("cells of the session", "cells", (10, 100, 1_000, 10_000), run_cells),
     Axis("names in the namespace", "names", (100, 1_000, 10_000, 100_000), assign_names),
     Axis("printed text", "KB", (10, 100, 1_000, 10_000, 100_000), print_text),
-    Axis("ranks", "ranks", (2, 4, 8, 16, 32), start="%makedip -n {size}"),
+    Axis("ranks", "ranks", (2, 4, 8, 16, 32), start="%makedip -n {size} --yes"),
     Axis("hosts with two ranks each", "hosts", (1, 2, 3), start="%makedip -n 2 --hosts {hosts}"),
 )
 
 
-def time_operations(notebook: Kernel, rounds: int, folder: str) -> dict[str, list[float]]:
+def time_operations(notebook: Kernel, rounds: int, axis: Axis, size: int) -> dict[str, list[float]]:
     """Return the milliseconds of each operation, by its name."""
     found: dict[str, list[float]] = {}
     for name, cell in OPERATIONS.items():
-        call = _call_of(notebook, name, cell.format(folder=folder) if "{folder}" in cell else cell)
+        if name == SAVE:
+            if axis.unit == "hosts":  # those of the tests share no folder
+                continue
+            cell = cell.format(folder=f"{axis.unit}-{size}")
+        call = _call_of(notebook, name, cell)
         call()
         found[name] = [call() for _ in range(rounds)]
     return found
@@ -123,12 +128,12 @@ def _measure(axis: Axis, rounds: int) -> Iterator[tuple[int, dict[str, list[floa
             _start(notebook, axis.start)
             for reached, size in zip((0, *axis.sizes), axis.sizes, strict=False):
                 axis.grow(notebook, reached, size)
-                yield size, time_operations(notebook, rounds, f"{axis.unit}-{size}")
+                yield size, time_operations(notebook, rounds, axis, size)
         return
     for size in axis.sizes:
         with running_kernel() as notebook:
             _start(notebook, axis.start.format(size=size, hosts=",".join(["h1", "h2", "h3"][:size])))
-            yield size, time_operations(notebook, rounds, f"{axis.unit}-{size}")
+            yield size, time_operations(notebook, rounds, axis, size)
 
 
 def _start(notebook: Kernel, start: str) -> None:
