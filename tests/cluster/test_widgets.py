@@ -217,16 +217,23 @@ for step in range(1, 2001):
     if step % 500 == 0:
         commander.command = f"at {step}"
         commander.command = ""
+fast_bar.value = 1
+fast_bar.max = 3000
+fast_bar.value = 3000
+commander.command = "end"
 """
 
 
 def test_values_that_a_page_has_not_got_yet_are_replaced_but_no_commands_are(notebook: Notebook) -> None:
-    states = [content["data"].get("state", {}) for kind, content in notebook.ok(COMMANDS).messages if kind == "comm_msg"]
+    states = [
+        content["data"].get("state", {}) for kind, content in notebook.ok(COMMANDS).messages if kind == "comm_msg"
+    ]
     values = [state.get("value", state.get("command")) for state in states]
     assert len(values) < 400
     for step in (500, 1000, 1500, 2000):
         at = values.index(f"at {step}")
         assert values[at - 1 : at + 2] == [step, f"at {step}", ""]
+    assert values[-4:] == [1, None, 3000, "end"]  # None: the message of another property
 
 
 # -- bars

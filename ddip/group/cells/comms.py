@@ -25,7 +25,7 @@ from ddip.group.members.ranks import Ranks
 from ddip.output.area import CellOutputArea
 from ddip.output.cells.router import CellOutput
 from ddip.output.views.tabs import REDRAW_BYTES, REDRAW_SECONDS
-from ddip.output.widgets import WidgetBars, merge_state, referenced_ids, state_in
+from ddip.output.widgets import BARS, TEXTS, WidgetBars, merge_state, referenced_ids, state_in
 from ddip.protocol.old_versions import find_comms
 
 KEPT = 200
@@ -36,8 +36,8 @@ them."""
 WIDGETS = "jupyter.widget"
 """Target of the comms of widgets; libraries open comms with others."""
 CONTROLS = "@jupyter-widgets/controls"
-"""Module of sliders, progress bars and texts. Their pages show the last value of a property; other libraries also use
-properties to send commands, of which none may be left out."""
+"""Module of progress bars and texts, which only show the last value of a property. A page may answer each value of a
+slider, and libraries use properties to send commands; of such values none may be left out."""
 CONTROL = "jupyter.widget.control"
 """Target of the comm on which a page requests the states of all widgets."""
 
@@ -59,9 +59,10 @@ class _Widget:
 
     def is_value(self, message: Message) -> bool:
         """Return True if a later value may replace the one in `message` before the page has got it."""
-        data = message["content"].get("data")
+        data, opening = message["content"].get("data"), state_in(self.opening)
         is_update = isinstance(data, dict) and data.get("method") == "update" and bool(state_in(message))
-        return is_update and state_in(self.opening).get("_model_module") == CONTROLS
+        modules = {opening.get("_model_module"), opening.get("_view_module")}
+        return is_update and modules == {CONTROLS} and opening.get("_model_name") in (*BARS, *TEXTS)
 
 
 def _update_message(name: str, outputs: list[Any]) -> Message:
@@ -132,20 +133,15 @@ class Comms:
             cell.page.send(message)
 
     def _hold(self, name: str, message: Message, page: CellOutputArea) -> None:
-        """Keep values for `send_values`, with those of the same widget that are kept already."""
-        _, held = self._held.get(name, (page, message))
-        if held is message:
-            data = message["content"]["data"]
-            data = {**data, "state": dict(data["state"])}  # a later change must not change the recorded message
-            held = {**message, "content": {**message["content"], "data": data}}
-        else:
-            merge_state(held, message)
-        self._held[name] = page, held
+        """Keep values for `send_values`; they replace those of the same properties that are kept already."""
+        if name in self._held and state_in(self._held[name][1]).keys() != state_in(message).keys():
+            self.send_values()
+        self._held[name] = page, message
 
     def send_values(self) -> None:
         """Send the values that have arrived since the last call, in one message for each widget."""
-        held, self._held = self._held, {}
-        for page, message in held.values():
+        while self._held:
+            page, message = self._held.pop(next(iter(self._held)))
             page.send(message)
 
     def _merge(self, widget: _Widget, message: Message) -> None:
@@ -225,6 +221,7 @@ class Comms:
         widget = self._widgets.get(name)
         if widget is None or widget.announced:
             return
+        self.send_values()  # which the new widget may read
         widget.announced = True
         self._unannounced.pop(name, None)
         for part in widget.parts:

@@ -125,11 +125,11 @@ class CellOutput:
     def draw(self) -> None:
         """Update the page; called when no message is waiting."""
         with lock:
+            self._send_values()
             with self._guard:
                 self.page.capture("")
                 self._view.draw()
                 if self._comms is not None:
-                    self._comms.send_values()
                     self._comms.send_outputs(self.page)
             for copy in self._copies:
                 copy.draw()
@@ -148,9 +148,8 @@ class CellOutput:
                 with self._guard:
                     self._view.ended(rank, rank in (errors or {}))
             shown, data = False, Message()
+            self._send_values()
             with self._guard:
-                if self._comms is not None:
-                    self._comms.send_values()
                 for rank in self._captures:
                     self._end_captures(rank, 0)
                 self.page.capture("")
@@ -211,6 +210,12 @@ class CellOutput:
             self.draw()
             if self._comms is not None:
                 self._comms.send_outputs(self.page, at_once=True)
+
+    def _send_values(self) -> None:
+        """Send the values of widgets that have changed."""
+        with self._guard:
+            if self._comms is not None:
+                self._comms.send_values()
 
     def _write_bars(self) -> None:
         """Update the text of widget bars that have changed, each in the cell that shows it."""
