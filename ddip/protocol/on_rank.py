@@ -44,7 +44,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 27
+VERSION = 28
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"

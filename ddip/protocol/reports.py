@@ -358,6 +358,8 @@ class IterationReport(TypedDict):
     """True if a forward pass has begun since the last backward pass or optimizer step."""
     unfinished: bool
     """True if the cell ended within a backward pass or an optimizer step."""
+    in_step: bool
+    """True if the last step of an optimizer has begun and not ended."""
     backwards: int
     """Number of finished backward passes."""
     steps: int

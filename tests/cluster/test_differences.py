@@ -124,6 +124,12 @@ def test_a_fault_within_a_step_is_named_and_synced(
     assert {path.split(".")[1].partition("[")[0] for path in copied} >= {name[4:] for name in NAMED[place]}
     cells.run("step(twin)\nfor _ in range(10): step(job); step(twin)\ncheck_equal(job, twin)")
     assert [row.what for row in cells.check(["job"]).rows if ".running_" not in row.what] == []
+    wait_until_recorded(cells)
+    capsys.readouterr()
+    with pytest.raises(ddip.CellError):
+        cells.run("raise ValueError")
+    cells.run("pass")
+    assert "differ" not in capsys.readouterr().err
 
 
 @pytest.mark.grid(in_ci=True)

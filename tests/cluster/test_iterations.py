@@ -155,14 +155,29 @@ def test_collectives_begun_by_one_rank_never_meet_later_steps(
         cells.run("ends.set()")
 
 
+POWERSGD = (
+    "net.state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1); "
+    "net.register_comm_hook(net.state, power.powerSGD_hook)"
+)
+
+
+@pytest.mark.grid(in_ci=True)
+def test_powersgd_goes_on_after_a_failure_between_iterations(cells: ddip.Group) -> None:
+    """The fault resets all models alike, so the undisturbed run comes first."""
+    make_pair(cells, "DDP(with_fault())", POWERSGD)
+    cells.run("expected = [step(twin, its, batch) for batch in range(3, 15)]")
+    assert_fails(cells, "losses = [step(net, opt, batch) for batch in (3, 4)]; raise MemoryError('planted')")
+    cells.run("""
+        assert net.state.iter == 5 and net.state.error_dict
+        losses += [step(net, opt, batch) for batch in range(5, 15)]
+        assert losses == expected, (losses, expected)
+        assert state(net, opt) == state(twin, its)
+    """)
+
+
 @pytest.mark.grid
 def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
-    make_pair(
-        cells,
-        "DDP(with_fault())",
-        "net.state = power.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.1); "
-        "net.register_comm_hook(net.state, power.powerSGD_hook)",
-    )
+    make_pair(cells, "DDP(with_fault())", POWERSGD)
     assert_fails(cells, "with fault(): step(net, opt, 3)")
     cells.run("""
         assert net.state.iter == 0 and not net.state.error_dict
@@ -171,6 +186,32 @@ def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
         check(net, opt, twin, its, range(3, 13))
         assert net.state.iter == 10 and net.state.error_dict
     """)
+
+
+def test_the_end_of_a_cell_inside_a_step_is_reported(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """LBFGS calls the closure several times within a step, and updates the parameters in between."""
+    make_pair(cells, "DDP(with_fault())")
+    cells.run("opt = torch.optim.LBFGS(net.parameters(), 0.1, max_iter=4)")
+    assert_fails(
+        cells,
+        """
+        calls = []
+        def closure():
+            calls.append(1)
+            opt.zero_grad()
+            loss = loss_of(net, 3)
+            loss.backward()
+            if len(calls) == 2: raise MemoryError("planted")
+            return loss
+        opt.step(closure)
+        """,
+    )
+    shown = capsys.readouterr().err
+    assert (
+        "the failed cell ended inside an optimizer's step on ranks 0, 1: parameters and the optimizer's state" in shown
+    )
+    cells.run("pass")
+    assert UNCHANGED not in shown + capsys.readouterr().err
 
 
 def test_an_error_in_a_forward_pass_clears_earlier_micro_batches(
@@ -675,6 +716,28 @@ def test_unreduced_gradients_are_cleared_beside_another_model(
     )
     cells.run("check(net, opt, twin, its, range(3, 13))")
     assert re.search("gradients of `(net` and `other|other` and `net)` were cleared", capsys.readouterr().err)
+
+
+UNEQUAL = {
+    "fully_shard, fused": ("sharded()", "(lambda net: torch.optim.AdamW(net.parameters(), 0.05, fused=True))"),
+    "fsdp1, original parameters": ("fsdp1(with_fault(), use_orig_params=True)", "adam"),
+}
+"""Sharded models with optimizers that write to parameters whose versions torch or FSDP1 hides."""
+
+
+@pytest.mark.parametrize("fails", few(["fails()", "opt.register_step_pre_hook(fails)"], "fails()"))
+@pytest.mark.parametrize("kind", few(UNEQUAL, "fully_shard, fused"))
+def test_shards_of_different_steps_refuse_use(cells: ddip.Group, kind: str, fails: str) -> None:
+    model, opt = UNEQUAL[kind]
+    cells.run(SHARDED + FSDP1_CODE)
+    make_pair(cells, model, opt=opt)
+    cells.run("""
+        def fails(*_): raise MemoryError("planted")
+        opt.zero_grad(); loss_of(net, 3).backward()
+    """)
+    assert_fails(cells, f"if rank == 1: {fails}\nopt.step()")
+    with pytest.raises(ddip.CellError, match="may have left them at different steps: recreate"):
+        cells.run("step(net, opt, 4)")
 
 
 @pytest.mark.grid

@@ -19,7 +19,7 @@ from .conftest import NewGroup
 from .scripted import Silence
 
 PATH, OTHER = 11, 12
-WITHIN = IterationReport(forward=True, unfinished=False, backwards=0, steps=0, in_thread=False)
+WITHIN = IterationReport(forward=True, unfinished=False, in_step=False, backwards=0, steps=0, in_thread=False)
 
 
 def pack_rows(rows: dict[int, tuple[int, int]]) -> bytes:

@@ -26,7 +26,14 @@ from ddip.group.cells.cell_state import LOOK_SECONDS, Limits
 from ddip.group.cells.cell_status import cell_bundle
 from ddip.group.cells.differences import Differences
 from ddip.group.cells.history import History
-from ddip.group.cells.running import RunningCell, tell_aborted, tell_replaced, tell_settings, tell_unchecked
+from ddip.group.cells.running import (
+    RunningCell,
+    tell_aborted,
+    tell_half_steps,
+    tell_replaced,
+    tell_settings,
+    tell_unchecked,
+)
 from ddip.group.members.ranks import Ranks, Requests, unfinished_ranks
 from ddip.group.members.watch import StopProgress
 from ddip.group.process_group.process_group import ProcessGroupManager
@@ -369,6 +376,7 @@ class Cells:
             notify(DIFFERENT.format(lines=running.different))
         if not over:
             tell_unchecked(running.ending, running.reports)
+            tell_half_steps(running.ending, running.reports)
             tell_settings(running.ending, running.reports)
         if self._manager.healthy:  # otherwise the rebuild sets `rank` and `world_size` again
             tell_replaced(checked)

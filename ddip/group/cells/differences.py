@@ -314,8 +314,8 @@ class Differences:
             raise BadInput(f"%dipsync {' '.join(names)}: nothing was copied. {why}")
         if not names:
             self._reported = paths if refused else set()
-            if refused:
-                self._compare([])  # forgets paths that are equal now; those that could not be copied are reported again
+        if refused or self._unsettled:  # forget what is equal now: training may make it differ by design again
+            self._unsettled.intersection_update(self._compare([]).hashes)
         return copied, refused
 
 

@@ -74,6 +74,10 @@ THREAD = (
     "a thread is still training on {ranks}, so ddip has not reset models and gradients after {cell}; if that cell's "
     "own code also trained, clear its gradients"
 )
+HALF_STEP = (
+    "{cell} ended inside an optimizer's step on {ranks}: parameters and the optimizer's state may be half updated; "
+    "load them from a save (%dipload), or create model and optimizer again"
+)
 BACK = "import torch.distributed as dist; {name} = dist.get_{name}()"
 
 
@@ -146,6 +150,13 @@ def tell_unchecked(ending: str, reports: Mapping[int, CellReport | None]) -> Non
 
 def _cell_text(ending: str) -> str:
     return {"good": "this cell", "timed out": "the cell that timed out"}.get(ending, f"the {ending} cell")
+
+
+def tell_half_steps(ending: str, reports: Mapping[int, CellReport | None]) -> None:
+    """Print the ranks that a failed cell left within a step of an optimizer."""
+    within = [rank for rank, report in sorted(reports.items()) if report and report.get("iteration", {}).get("in_step")]
+    if within and ending != "good":
+        notify(HALF_STEP.format(cell=_cell_text(ending), ranks=ranks_text(within)))
 
 
 def tell_settings(ending: str, reports: Mapping[int, CellReport | None]) -> None:

@@ -31,6 +31,8 @@ class Iterations:
         """The ranks that have yet to reset their wrappers."""
         self._is_broken = False
         """True if a rank was inside an iteration, or ranks were in different ones."""
+        self._is_half_updated = False
+        """True if a rank was within a step of an optimizer."""
 
     def note_end(self, reports: Mapping[int, CellReport | None], failed: bool) -> bool:
         """Record the end of a cell, and return whether the ranks must be reset before the next one.
@@ -49,6 +51,7 @@ class Iterations:
             return False
         self._pending = set(range(len(self._ranks.members)))
         self._is_broken |= bool(unknown) or _is_broken(iterations)
+        self._is_half_updated |= any(report["in_step"] for report in iterations)
         return True
 
     def settle(self, ranks: Collection[int], is_same_group: bool) -> None:
@@ -73,7 +76,9 @@ class Iterations:
             raise
         self._mark_reset(due)
         if cleared:
-            inform(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_same_group)
+            is_unchanged = is_same_group and not self._is_half_updated
+            inform(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_unchanged)
+        self._is_half_updated = False
 
     def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:
         return self._ranks.ask_soon(dict.fromkeys(ranks, call), release=self._release)
@@ -84,18 +89,20 @@ class Iterations:
 
 
 def _has_trained(report: IterationReport) -> bool:
-    return report["forward"] or report["unfinished"] or bool(report["backwards"] or report["steps"])
+    return (
+        report["forward"] or report["unfinished"] or report["in_step"] or bool(report["backwards"] or report["steps"])
+    )
 
 
 def _is_broken(reports: Sequence[IterationReport]) -> bool:
     """Return whether a rank ended inside an iteration, or ranks have done different numbers of them.
 
-    >>> done = IterationReport(forward=False, unfinished=False, backwards=2, steps=2, in_thread=False)
+    >>> done = IterationReport(forward=False, unfinished=False, in_step=False, backwards=2, steps=2, in_thread=False)
     >>> behind, within = IterationReport({**done, "steps": 1}), IterationReport({**done, "forward": True})
     >>> _is_broken([done, done]), _is_broken([done, behind]), _is_broken([done, within])
     (False, True, True)
     """
-    within = any(report["forward"] or report["unfinished"] for report in reports)
+    within = any(report["forward"] or report["unfinished"] or report["in_step"] for report in reports)
     return within or len({(report["backwards"], report["steps"]) for report in reports}) > 1
 
 

@@ -425,10 +425,13 @@ class ProcessGroupManager:
 
 
 def _changes_differ(changes: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether ranks have written unequally often to any object that all of them have."""
+    """Return whether ranks have written unequally often to any object that all of them have.
+
+    A negative number means that a rank was within a step, and may have changed any part.
+    """
     first, *others = changes
     shared = set(first).intersection(*others)
-    return any(other[owner] != first[owner] for other in others for owner in shared)
+    return any(other[owner] != first[owner] or first[owner] < 0 for other in others for owner in shared)
 
 
 def _group_fits(report: CellReport, rank: int, size: int) -> bool:

@@ -12,7 +12,14 @@ from ddip.rank.kernel.shell import RankShell
 from ddip.rank.runtime import c10d, stacks
 from ddip.rank.runtime.gpu import gpu
 
-UNKNOWN: IterationReport = {"forward": True, "unfinished": True, "backwards": 0, "steps": 0, "in_thread": False}
+UNKNOWN: IterationReport = {
+    "forward": True,
+    "unfinished": True,
+    "in_step": False,
+    "backwards": 0,
+    "steps": 0,
+    "in_thread": False,
+}
 """The most pessimistic report: the cell may have ended anywhere in a training iteration."""
 _unchecked: list[str] = []
 """Errors of `_call_checked` since the cell began."""

@@ -2,7 +2,8 @@
 
 An error or a stop can arrive after the collectives of an optimizer step, when one rank has taken the step and another
 has not. No rank waits then, so all would continue with parameters or shards of different steps. This module counts
-writes to the parameters of DDP wrappers, and to the sharded parameters (DTensor, FSDP1) of optimizers.
+writes to the parameters of DDP wrappers and to sharded parameters (DTensor, FSDP1), and steps of optimizers of the
+latter.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class _Owner:
     """Identifier, equal on all ranks: the group's store, and how many owners were created in that group before."""
     before: int
     """Writes to its parameters before the current cell, or before the owner was created in this cell."""
+    steps: int = 0
+    """Steps of this optimizer that have ended in the current cell."""
+    is_within_step: bool = False
 
 
 _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
@@ -83,14 +87,30 @@ def begin_cell() -> None:
     """Restart all write counts from zero."""
     for owner, record in list(_owners.items()):
         record.before = _count_writes(owner)
+        record.steps, record.is_within_step = 0, False
+
+
+def note_step(optimizer: Optimizer, has_ended: bool) -> None:
+    """Record the begin or the end of a step.
+
+    Fused kernels, and those for lists of tensors on GPUs, write to parameters without raising their versions.
+    """
+    record = _owners.get(optimizer)
+    if record is not None:
+        record.steps += has_ended
+        record.is_within_step = not has_ended
 
 
 def writes_by_owner() -> dict[str, int]:
     """Return how often the cell has written to each owner's parameters, by the owner's name.
 
+    The number is -1 if a step of an optimizer with sharded parameters has not ended: it may have changed some of them.
     Garbage may be collected on one rank earlier than on another, so the notebook compares owners that all ranks have.
     """
-    return {record.name: _count_writes(owner) - record.before for owner, record in list(_owners.items())}
+    return {
+        record.name: -1 if record.is_within_step else _count_writes(owner) - record.before + record.steps
+        for owner, record in list(_owners.items())
+    }
 
 
 def _count_writes(owner: nn.Module | Optimizer) -> int:
@@ -127,4 +147,5 @@ def find_flat_storages() -> set[int]:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    return type(parameter).__module__.startswith("torch.distributed")
+    """Return whether the rank has only a part of the parameter, also as FSDP1 shows it with ``use_orig_params``."""
+    return type(parameter).__module__.startswith("torch.distributed") or getattr(parameter, "_fsdp_flattened", False)

@@ -48,6 +48,8 @@ class _Cell:
     steps = 0
     is_within_call = False
     """True while a backward pass or an optimizer step has begun and not ended."""
+    open_steps: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    """Optimizers whose last step has begun and not ended; a closure may finish backward passes within the step."""
     threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
     """Threads other than the main thread that ran a backward pass or an optimizer step."""
     nodes = 0
@@ -94,6 +96,8 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if not torch.compiler.is_compiling():
         _record_thread()
         _Cell.is_within_call = True
+        _Cell.open_steps.add(optimizer)
+        changes.note_step(optimizer, has_ended=False)
 
 
 def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -101,6 +105,8 @@ def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():  # torch.compile would compile the increments
         steps_taken += 1
         _Cell.steps += 1
+        _Cell.open_steps.discard(optimizer)
+        changes.note_step(optimizer, has_ended=True)
         _finish_call()
 
 
@@ -128,6 +134,7 @@ def begin_cell() -> None:
     _Cell.backwards = _Cell.steps = 0
     _Cell.threads.clear()
     _Cell.is_within_call = False
+    _Cell.open_steps.clear()
     _Cell.nodes = _count_nodes()
     groups = [group for optimizer in list(changes.optimizers) for group in optimizer.__dict__.get("param_groups", ())]
     _Cell.gradients = {}
@@ -146,10 +153,11 @@ def report_position() -> IterationReport:
     If a thread that trains outlives the cell, the position is unknown and only ``in_thread`` is set.
     """
     if any(thread.is_alive() for thread in _Cell.threads):
-        return {"forward": False, "unfinished": False, "backwards": 0, "steps": 0, "in_thread": True}
+        return {"forward": False, "unfinished": False, "in_step": False, "backwards": 0, "steps": 0, "in_thread": True}
     return {
         "forward": _count_nodes() > _Cell.nodes,
         "unfinished": _Cell.is_within_call,
+        "in_step": bool(_Cell.open_steps),
         "backwards": _Cell.backwards,
         "steps": _Cell.steps,
         "in_thread": False,

@@ -114,11 +114,12 @@ def builtin_hook(wrapper: Any) -> str:
     return name.removeprefix(BUILTIN) if name.startswith(BUILTIN) else ""
 
 
-def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets) -> None:
+def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets, is_in_step: bool = False) -> None:
     """Give `wrapper` a new reducer with its former communication hook; `builtin` names a C++ hook.
 
     Its first step uses `buckets`, which must be equal on all ranks; empty: those of torch.
-    States of torch's own hooks are reset, because they depend on the buckets and on the steps of this rank.
+    States of torch's own hooks are reset, because they depend on the buckets and on the steps of this rank, unless all
+    ranks have done the same steps with these buckets (`is_in_step`).
     """
     attributes = wrapper.__dict__
     hooks: list[tuple[Any, Any]] = list(attributes.get("_comm_hooks") or [])
@@ -137,7 +138,8 @@ def replace_reducer(wrapper: Any, builtin: str, buckets: Buckets) -> None:
         wrapper.reducer._set_mixed_precision_param_dtype(attributes["mixed_precision"].param_dtype)
     attributes["_comm_hooks"] = []
     for hook, state in hooks:
-        reset_state(state)
+        if not (is_in_step and is_known_state(state)):
+            reset_state(state)
         wrapper.register_comm_hook(state, hook)
     if hooks and isinstance(hooks[0][1], weakref.ref):  # the optimizer steps within the backward pass
         wrapper.reducer._set_optimizer_in_backward()

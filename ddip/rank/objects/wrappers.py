@@ -304,7 +304,8 @@ def reset_reducers(wrappers: Sequence[DistributedDataParallel], broken: bool, is
         reducers.restart_settings(wrapper, broken)
         if is_same_group:
             try:
-                reducers.replace_reducer(wrapper, reducers.builtin_hook(wrapper), reducers.buckets_of(wrapper))
+                hook, buckets = reducers.builtin_hook(wrapper), reducers.buckets_of(wrapper)
+                reducers.replace_reducer(wrapper, hook, buckets, is_in_step=not broken)
             except Exception as error:
                 reducers.remove_reducer(wrapper)
                 refuse_use(wrapper, BROKEN.replace("{why}", type(error).__name__))
