@@ -16,14 +16,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddip.sharded.layout import Layout, ShardPosition, local_of
+from ddip.sharded.layout import Layout, ShardPosition, dense_strides, local_of
 
 T = TypeVar("T")
 SMALL = 1 << 20
@@ -59,12 +59,15 @@ class Part:
     placements: tuple[Any, ...] | None
     """The DTensor's placements; None for a plain tensor."""
     values: torch.Tensor
-    """The part's elements, on the CPU."""
+    """The part's elements, on the CPU; they fill their memory without gaps, in the order of dimensions of the original.
+
+    Fused optimizers on CPUs pair the elements of a parameter and of its state by their order in memory.
+    """
 
     @property
     def data(self) -> torch.Tensor:
-        """The values as bytes; it shares their memory."""
-        return self.values.reshape(-1).view(torch.uint8)
+        """The values as bytes, in the order in memory; it shares their memory."""
+        return self.values.as_strided((self.values.numel(),), (1,)).view(torch.uint8)
 
     @property
     def fingerprint(self) -> bytes | tuple[int, int] | None:
@@ -74,8 +77,8 @@ class Part:
         return fingerprint_of(self.data)
 
 
-Outline = dict[str, tuple[ShardPosition, Any, torch.dtype, bytes | tuple[int, int] | None]]
-"""Place, placements, dtype and fingerprint of parts, by their names."""
+Outline = dict[str, tuple[ShardPosition, Any, torch.dtype, tuple[int, ...], bytes | tuple[int, int] | None]]
+"""Place, placements, dtype, strides and fingerprint of parts, by their names."""
 
 
 @dataclass
@@ -95,14 +98,14 @@ class Copy:
         former, self.parts = self.parts, {}
         for name, tensor in tensors.items():
             local = local_of(tensor)
-            values = _allocate_values(former.get(name), local.shape, local.dtype)
+            values = _allocate_values(former.get(name), local.shape, local.dtype, dense_strides(local))
             values.copy_(local)
             self.parts[name] = Part(layouts[name].place, layouts[name].placements, values)
 
     def outline(self) -> Outline:
-        """Return place, placements, dtype and fingerprint of each part by name."""
+        """Return place, placements, dtype, strides and fingerprint of each part by name."""
         return {
-            name: (part.place, part.placements, part.values.dtype, part.fingerprint)
+            name: (part.place, part.placements, part.values.dtype, part.values.stride(), part.fingerprint)
             for name, part in self.parts.items()
         }
 
@@ -113,11 +116,15 @@ class Copy:
         return ctypes.string_at(data.data_ptr(), len(data))
 
 
-def _allocate_values(former: Part | None, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for values of this shape and dtype, reusing the `former` part if it fits."""
-    if former is not None and former.values.shape == shape and former.values.dtype == dtype:
-        return former.values
-    return torch.empty(tuple(shape), dtype=dtype)
+def _allocate_values(
+    former: Part | None, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...]
+) -> torch.Tensor:
+    """Return memory for values of this shape, dtype and strides, reusing the `former` part if it fits."""
+    if former is not None:
+        values = former.values
+        if values.shape == shape and values.dtype == dtype and values.stride() == strides:
+            return values
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype)
 
 
 @dataclass
@@ -236,8 +243,11 @@ def mirror_copy(own: Copy, former: Copy) -> Copy:
     received = Copy(None, step, partner, size)
     same_here, same_there = _equal_parts(own_outline, outline), _equal_parts(own_outline, headers[receiver][1])
     memory = {name: part for name, part in former.parts.items() if not _shares_memory(part, own.parts.get(name))}
-    for name, (place, placements, dtype, _) in outline.items():
-        values = own.parts[name].values if name in same_here else _allocate_values(memory.get(name), place.shape, dtype)
+    for name, (place, placements, dtype, strides, _) in outline.items():
+        if name in same_here:
+            values = own.parts[name].values
+        else:
+            values = _allocate_values(memory.get(name), place.shape, dtype, strides)
         received.parts[name] = Part(place, placements, values)
     _exchange_parts([(receiver, _parts_except(own, same_there))], [(partner, _parts_except(received, same_here))])
     received.serial = own.serial
@@ -272,8 +282,8 @@ def fetch_copy(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
     if holders[rank] != rank:
         serial, step, size, outline = headers[holders[rank]][rank]
         copies[rank] = Copy(serial, step, rank, size)
-        for name, (place, placements, dtype, _) in outline.items():
-            copies[rank].parts[name] = Part(place, placements, _allocate_values(None, place.shape, dtype))
+        for name, (place, placements, dtype, strides, _) in outline.items():
+            copies[rank].parts[name] = Part(place, placements, _allocate_values(None, place.shape, dtype, strides))
         incoming = [(holders[rank], _parts_except(copies[rank], ()))]
     _exchange_parts([(saver, _parts_except(copy, ())) for saver, copy in outgoing.items()], incoming)
     return copies[rank]

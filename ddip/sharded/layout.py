@@ -68,12 +68,37 @@ class Layout:
         """Return the tensor of which this rank has `part`: a DTensor, or `part` itself if it is plain."""
         if self.placements is None:
             return part
-        stride = torch.empty(self.whole, device="meta").stride()
+        stride = _strides_in_order(self.whole, part)
         part = part.to(self.mesh.device_type)
         whole: torch.Tensor = DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.whole), stride=stride
         )
         return whole
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy of a plain `tensor` without gaps; they keep its memory format.
+
+    >>> dense_strides(torch.empty(2, 3, 4, 4, device="meta").to(memory_format=torch.channels_last)[:, :, ::2])
+    (24, 1, 12, 3)
+    """
+    copy = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
+    strides: tuple[int, ...] = copy.stride()
+    return strides
+
+
+def _strides_in_order(shape: tuple[int, ...], part: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape whose dimensions are in memory in the order of those of `part`.
+
+    >>> _strides_in_order((2, 3, 4, 4), torch.empty(1, 3, 4, 4).to(memory_format=torch.channels_last))
+    (48, 1, 12, 3)
+    """
+    order = list(range(len(shape)))
+    if not part.is_contiguous():  # otherwise, the strides of dimensions of size 1 have no meaning
+        order.sort(key=lambda dim: -part.stride(dim))
+    memory = torch.empty([shape[dim] for dim in order], device="meta")
+    strides: tuple[int, ...] = memory.permute([order.index(dim) for dim in range(len(shape))]).stride()
+    return strides
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -412,7 +412,7 @@ def _can_be_merged(name: str, units: list[Units], outlines: list[Outline]) -> bo
     if not all(name in of_rank for of_rank in units) or len({pickle.dumps(of_rank[name]) for of_rank in units}) > 1:
         return False
     for hole in contents.holes_in(units[0][name]):
-        places, placements, dtypes, fingerprints = zip(*(outline[hole] for outline in outlines), strict=True)
+        places, placements, dtypes, _, fingerprints = zip(*(outline[hole] for outline in outlines), strict=True)
         if any(other != placements[0] for other in placements) or len(set(dtypes)) > 1:
             return False
         if len({place.whole for place in places}) > 1 or placements[0] is None and len(set(fingerprints)) > 1:
@@ -498,6 +498,8 @@ def _assemble_part(layout: Layout, parts: list[Part]) -> torch.Tensor:
     if any(part.placements is None and not torch.equal(part.values, parts[0].values) for part in parts[1:]):
         raise ValueError(DIFFERED)
     values = torch.empty(layout.place.shape, dtype=parts[0].values.dtype)
+    if parts[0].values.shape == values.shape:
+        values = torch.empty_like(parts[0].values)  # keeps the memory format
     try:
         fill_part(values, layout.place, [(part.place, part.values) for part in parts])
     except ValueError as error:

@@ -373,6 +373,7 @@ def test_tensors_and_objects_of_all_kinds_are_restored(ranks: ddip.Group) -> Non
         model, opt, others = build(5 + rank)
         state = ddip.dist_state(model, opt, *others, name="state")
         assert state.restore() == 1 and drawn(model, opt, others) == before
+        assert {one.parts["model.value5"].values.stride() for one in state._copies.copies} == {(1, 3)}
     """)
 
 
