@@ -39,6 +39,8 @@ use_buckets: Callable[[DistributedDataParallel, Any], None] | None = None
 NUMBERS = (int, float, str, bool, type(None))
 OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
 """Attributes of samplers that belong to the current group, not to the training."""
+OF_THE_DATA = ("data_source", "dataset")
+"""Attributes of samplers that are not positions, although a dataset may be a list of integers."""
 NO_STATE = (
     "dist_state: a {kind} has no state_dict() and load_state_dict(); give dist_state schedulers, scalers, samplers, "
     "generators, or your own objects with these two methods"
@@ -53,6 +55,19 @@ class Hole(NamedTuple):
     """A placeholder for the tensor that is kept under this name."""
 
     name: str
+
+
+class _GeneratorState(NamedTuple):
+    """The state of a torch generator that is an attribute of a sampler, which may not exist yet in a new sampler."""
+
+    device: str
+    state: torch.Tensor
+
+
+class _IntegerList(NamedTuple):
+    """A list of integers, which is pickled at once, since it may be as long as a dataset."""
+
+    values: list[int]
 
 
 class _Pickler(pickle.Pickler):
@@ -137,14 +152,18 @@ def kind_of(value: Any) -> str:
 def ensure_state(others: Sequence[Any]) -> None:
     """Raise TypeError, with an alternative, if one of `others` has no state that can be kept."""
     for other in others:
-        is_supported = isinstance(other, torch.Generator | random.Random | Sampler) or _is_numpy_generator(other)
+        is_supported = _is_generator(other) or isinstance(other, Sampler)
         if not is_supported and not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             raise TypeError((A_LOADER if isinstance(other, DataLoader) else NO_STATE).format(kind=kind_of(other)))
 
 
-def _is_numpy_generator(value: Any) -> bool:
+def _is_generator(value: Any) -> bool:
+    """Return whether `value` is a random generator of torch, NumPy or ``random``."""
+    if isinstance(value, random.SystemRandom):  # has no state
+        return False
     numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+    is_numpy = numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+    return is_numpy or isinstance(value, torch.Generator | random.Random)
 
 
 def _state_of(other: Any) -> Any:
@@ -166,11 +185,7 @@ def _load_state(other: Any, state: Any) -> None:
         other.setstate(state)
     elif isinstance(other, Sampler):
         for name, value in state.items():
-            present = getattr(other, name, None)
-            if isinstance(present, torch.Generator | Sampler):
-                _load_state(present, value)
-            else:
-                setattr(other, name, value)
+            _load_attribute(other, name, value)
     elif hasattr(other, "bit_generator"):
         other.bit_generator.state = state
     else:
@@ -178,12 +193,69 @@ def _load_state(other: Any, state: Any) -> None:
 
 
 def _is_progress(name: str, value: Any) -> bool:
-    """Return whether a sampler's attribute is part of its position, such as an epoch or a generator."""
-    return name not in OF_THE_GROUP and (type(value) in NUMBERS or isinstance(value, torch.Generator | Sampler))
+    """Return whether a sampler's attribute is part of its position, such as an epoch, an order or a generator."""
+    if name in OF_THE_GROUP or name in OF_THE_DATA:
+        return False
+    return type(value) in NUMBERS or _is_generator(value) or isinstance(value, Sampler) or _has_integers(value)
+
+
+def _has_integers(value: Any) -> bool:
+    """Return whether `value` is a list, a NumPy array or a plain tensor of integers, or any NumPy number."""
+    if type(value) is list:
+        return set(map(type, value)) <= {int, bool}
+    if is_plain(value):
+        return not (value.is_floating_point() or value.is_complex())
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.number | numpy.bool_) or type(value) is numpy.ndarray and value.dtype.kind in "iub"
 
 
 def _attribute_state(value: Any) -> Any:
-    return _state_of(value) if isinstance(value, torch.Generator | Sampler) else value
+    if isinstance(value, torch.Generator):
+        return _GeneratorState(str(value.device), value.get_state())
+    if isinstance(value, list):
+        return _IntegerList(value)
+    return _state_of(value) if isinstance(value, Sampler) else value
+
+
+def _load_attribute(sampler: Any, name: str, value: Any) -> None:
+    """Set a sampler's attribute to the saved `value`, in place if possible, since others may share the object."""
+    present: Any = getattr(sampler, name, None)
+    if isinstance(value, _GeneratorState):
+        if not isinstance(present, torch.Generator):
+            present = torch.Generator(value.device)
+            setattr(sampler, name, present)
+        present.set_state(value.state)
+    elif isinstance(present, Sampler):
+        _load_state(present, value)
+    elif _is_generator(value) and type(present) is type(value):
+        _load_state(present, _state_of(value))
+    elif isinstance(value, _IntegerList):
+        if not isinstance(present, list):
+            present = []
+            setattr(sampler, name, present)
+        present[:] = value.values
+    elif hasattr(value, "shape") and value.shape and _fits_into(value, present):
+        present[...] = value
+    else:
+        setattr(sampler, name, value)
+
+
+def _fits_into(value: Any, present: Any) -> bool:
+    is_same = type(present) is type(value) and present.shape == value.shape and present.dtype == value.dtype
+    return is_same and (isinstance(present, torch.Tensor) or present.flags.writeable)
+
+
+def unkept_positions(others: Sequence[Any]) -> list[str]:
+    """Return the sampler attributes that are iterators, whose position is not kept, as ``Sampler.attribute``."""
+    found = []
+    for other in others:
+        if isinstance(other, Sampler) and not hasattr(other, "state_dict"):
+            attributes = vars(other).items()
+            found += [f"{kind_of(other)}.{name}" for name, value in attributes if hasattr(type(value), "__next__")]
+            found += unkept_positions([value for _, value in attributes if isinstance(value, Sampler)])
+    return found
 
 
 def process_generators() -> dict[str, Any]:

@@ -93,12 +93,12 @@ def _strides_in_order(shape: tuple[int, ...], part: torch.Tensor) -> tuple[int, 
     >>> _strides_in_order((2, 3, 4, 4), torch.empty(1, 3, 4, 4).to(memory_format=torch.channels_last))
     (48, 1, 12, 3)
     """
-    order = list(range(len(shape)))
+    order, strides = list(range(len(shape))), part.stride()
     if not part.is_contiguous():  # otherwise, the strides of dimensions of size 1 have no meaning
-        order.sort(key=lambda dim: -part.stride(dim))
+        order.sort(key=lambda dim: -strides[dim])
     memory = torch.empty([shape[dim] for dim in order], device="meta")
-    strides: tuple[int, ...] = memory.permute([order.index(dim) for dim in range(len(shape))]).stride()
-    return strides
+    found: tuple[int, ...] = memory.permute([order.index(dim) for dim in range(len(shape))]).stride()
+    return found
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,9 @@ OTHERS = (
     "dist_state: saved with {then} besides model and optimizer (such as schedulers), and called with {now}; "
     "give dist_state the same"
 )
+ITERATOR = (
+    "dist_state: {name} is an iterator, whose position is not kept; give the sampler state_dict() and load_state_dict()"
+)
 LEFT_OUT = "dist_state: {then} ranks saved, and there are {now} now; not restored, since it differed by rank: {names}"
 NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
@@ -187,6 +190,7 @@ class DistState:
         spare: bool,
     ) -> None:
         self._model, self._optimizer, self._others = model, optimizer, others
+        self._reported: set[str] = set()
         self._is_named, self._name, self._spare = name is not None, UNNAMED if name is None else name, spare
 
     def __repr__(self) -> str:
@@ -247,6 +251,14 @@ class DistState:
         if self._spare and own.size > 1:
             pair.spare = mirror_copy(own, pair.spare)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
+        self._report_iterators()
+
+    def _report_iterators(self) -> None:
+        """Print once which state of samplers is not kept."""
+        for name in contents.unkept_positions(self._others):
+            if name not in self._reported and dist.get_rank() == 0:
+                print(ITERATOR.format(name=name))
+            self._reported.add(name)
 
     @property
     def _copies_wanted(self) -> int:

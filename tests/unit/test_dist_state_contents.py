@@ -5,13 +5,16 @@ Each test of numbers compares ten steps after a restore with an undisturbed run.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import ddip
 import ddip.sharded.state
@@ -69,3 +72,57 @@ def test_fused_optimizers_continue_in_any_memory_format(memory_format: torch.mem
         return (model, optimizer), train
 
     assert_continues_undisturbed(make)
+
+
+class Shuffled(Sampler[int]):
+    """A sampler without ``state_dict`` that draws in all ways that hold a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.legacy, self.plain = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+        self.torch: torch.Generator | None = None  # created when it is needed
+        self.epoch, self.listed = np.int64(0), list(range(4))
+        self.order, self.tensor = np.arange(4), torch.arange(4)
+        self.shared = self.order
+        self.kept_elsewhere = iter(())
+
+    def __iter__(self) -> Iterator[int]:
+        self.torch = self.torch or torch.Generator().manual_seed(0)
+        self.epoch += np.int64(1)
+        self.rng.shuffle(self.order)
+        self.plain.shuffle(self.listed)
+        self.tensor = self.tensor[torch.randperm(4, generator=self.torch)]
+        drawn = [*self.shared, *self.listed, *self.tensor, *self.legacy.permutation(4), self.epoch]
+        yield from map(int, drawn)
+
+
+def test_samplers_draw_the_same_data_from_any_generator(capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> tuple[tuple[Any, ...], Train]:
+        torch.manual_seed(0)
+        model, sampler = nn.Linear(1, 1), Shuffled()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0001)
+
+        def train(first: int, last: int) -> list[float]:
+            losses = []
+            for _ in range(first, last):
+                optimizer.zero_grad()
+                factors = torch.arange(1.0, 18.0)[:, None]
+                loss = (factors * (model(torch.tensor([*sampler]).float()[:, None]) - 1)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            return losses
+
+        return (model, optimizer, BatchSampler(sampler, 4, False)), train
+
+    assert_continues_undisturbed(make)
+    assert capsys.readouterr().out.count("Shuffled.kept_elsewhere is an iterator") == 1
+
+
+def test_a_dataset_in_a_sampler_is_not_restored() -> None:
+    data = [3, 4]
+    state = ddip.dist_state(nn.Linear(1, 1), None, RandomSampler(data), name="tested")
+    state.save(1)
+    data.append(5)
+    state.restore()
+    assert data == [3, 4, 5]
