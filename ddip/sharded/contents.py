@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from ddip.sharded.layout import DTensor, Layout, local_of
+from ddip.sharded.layout import DTensor, Layout, local_of, sharded_by_id
 from ddip.sharded.parameter_groups import drop_unreduced_gradients, groups_of
 
 Units = dict[str, Any]
@@ -30,6 +30,8 @@ KINDS = "kinds"
 """Name of the unit with the class names of optimizer and others."""
 BROADCAST = "broadcast"
 """Name of the unit with the names of DDP's buffers, which DDP sends from rank 0 to all before each forward pass."""
+LOOSE = "parameters."
+"""Prefix of the units with parameters that only an optimizer has, such as a logit scale or the weights of losses."""
 BUCKETS = "buckets"
 """Name of the unit with DDP's buckets, which decide the order of its sums."""
 buckets_of: Callable[[DistributedDataParallel], Any] | None = None
@@ -96,6 +98,7 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
         units |= {f"optimizer.param_groups.{number}": group for number, group in enumerate(state["param_groups"])}
         units |= {f"optimizer.state.{key}": values for key, values in state["state"].items()}
     units |= {f"others.{number}": _state_of(other) for number, other in enumerate(others)}
+    units |= loose_parameters(model, optimizer, others)
     units[KINDS] = [None if optimizer is None else kind_of(optimizer), *map(kind_of, others)]
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         units[BROADCAST] = [f"model.module.{name}" for name, _ in model.module.named_buffers()]
@@ -123,10 +126,10 @@ def load_units(
     model.load_state_dict(state)
     if isinstance(model, DistributedDataParallel) and use_buckets is not None and BUCKETS in units:
         use_buckets(model, units[BUCKETS])
-    for parameter in model.parameters():
-        parameter.grad = None
-    for group in [group for module in model.modules() for group in groups_of(module)]:
-        drop_unreduced_gradients(group)
+    for name, parameter in loose_parameters(model, optimizer, others).items():
+        if name in units:
+            parameter.detach().copy_(units[name])
+    _clear_gradients(model, optimizer, others)
     if optimizer is not None:
         state = {
             key: list(value) if key == "param_groups" else dict(value) for key, value in optimizer.state_dict().items()
@@ -142,6 +145,47 @@ def load_units(
             _load_state(other, units[f"others.{number}"])
     prefix = "generators."
     set_process_generators({n.removeprefix(prefix): state for n, state in units.items() if n.startswith(prefix)})
+
+
+def _clear_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> None:
+    modules = _modules(model, others).values()
+    of_modules = [parameter for module in modules for parameter in module.parameters()]
+    for parameter in [*of_modules, *loose_parameters(model, optimizer, others).values()]:
+        parameter.grad = None
+    for part in [part for module in modules for part in module.modules()]:
+        for group in groups_of(part):
+            drop_unreduced_gradients(group)
+
+
+def _modules(model: torch.nn.Module, others: Sequence[Any]) -> dict[str, torch.nn.Module]:
+    """Return the model, and the modules among `others`, by the name of their units."""
+    found = {f"others.{number}": other for number, other in enumerate(others) if isinstance(other, torch.nn.Module)}
+    return {"model": model, **found}
+
+
+def _optimizers(optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizer, and the optimizers among `others`, by the name of their units."""
+    found = {
+        f"others.{number}": other for number, other in enumerate(others) if isinstance(other, torch.optim.Optimizer)
+    }
+    return found if optimizer is None else {"optimizer": optimizer, **found}
+
+
+def loose_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that an optimizer has and no module, by the name of their unit."""
+    modules = _modules(model, others).values()
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    known |= {id(parameter) for module in modules for parameter in sharded_by_id(module).values()}
+    found = {}
+    for name, owner in _optimizers(optimizer, others).items():
+        parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                found[f"{LOOSE}{name}.{number}"] = parameter
+    return found
 
 
 def kind_of(value: Any) -> str:

@@ -115,10 +115,11 @@ def dist_state(
     model
         Model whose parameters, persistent buffers and ``get_extra_state`` values are saved.
     optimizer
-        Optimizer of the model, whose state is saved.
+        Optimizer of the model, whose state is saved, with its parameters that are not in the model.
     others
-        Further objects to save: objects with ``state_dict`` and ``load_state_dict``, such as a scheduler, a scaler or
-        an EMA; samplers of torch; and generators of torch, NumPy and ``random``. Their state may differ between ranks.
+        Further objects to save: objects with ``state_dict`` and ``load_state_dict``, such as a scheduler, a scaler, an
+        EMA, or another model and its optimizer; samplers of torch; and generators of torch, NumPy and ``random``.
+        Their state may differ between ranks.
     name
         Name of the saved state; required if a session trains several models. Without a name, ``save`` refuses a second
         model while the first exists.
@@ -538,8 +539,11 @@ def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layou
 
 
 def _model_shapes(units: Units, wholes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of the model's tensors by name; None for extra state, whose shape may change."""
-    names = [name for name in units if name.startswith("model.")]
+    """Return the shapes of the model's tensors, and of the optimizer's loose parameters, by name.
+
+    None stands for extra state, whose shape may change.
+    """
+    names = [name for name in units if name.startswith(("model.", contents.LOOSE))]
     return {name: None if "_extra_state" in name else wholes.get(name) for name in names}
 
 

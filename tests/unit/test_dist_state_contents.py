@@ -126,3 +126,52 @@ def test_a_dataset_in_a_sampler_is_not_restored() -> None:
     data.append(5)
     state.restore()
     assert data == [3, 4, 5]
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_parameters_that_only_an_optimizer_has_are_restored(second: bool) -> None:
+    """A loss weight and a head are in no module that `dist_state` gets, once in the second optimizer."""
+
+    def make() -> tuple[tuple[Any, ...], Train]:
+        torch.manual_seed(0)
+        model, head, scale = nn.Linear(3, 3), nn.Linear(3, 1), nn.Parameter(torch.tensor(0.5))
+        loose = [*head.parameters(), scale]
+        optimizers = [torch.optim.Adam([*model.parameters(), *loose], 0.05)]
+        if second:
+            optimizers = [torch.optim.Adam(model.parameters(), 0.05), torch.optim.Adam(loose, 0.05)]
+
+        def train(first: int, last: int) -> list[float]:
+            losses = []
+            for step in range(first, last):
+                loss = (scale.exp() * head(model(batch(step, 4, 3))).square() - scale).mean()
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        return (model, *optimizers), train
+
+    assert_continues_undisturbed(make)
+
+
+def make_with_loose(size: int) -> tuple[nn.Module, nn.Parameter, ddip.sharded.state.DistState]:
+    model, loose = nn.Linear(1, 1), nn.Parameter(torch.ones(size))
+    return model, loose, ddip.dist_state(model, torch.optim.SGD([*model.parameters(), loose], 0.1), name="tested")
+
+
+def test_a_loose_parameter_of_another_shape_is_refused() -> None:
+    _, _, state = make_with_loose(2)
+    state.save(1)
+    _, _, state = make_with_loose(3)
+    with pytest.raises(ValueError, match=r"differs from the saved one: parameters.optimizer.2"):
+        state.restore()
+
+
+def test_gradients_of_a_failed_step_are_cleared_everywhere() -> None:
+    _, loose, state = make_with_loose(2)
+    state.save(1)
+    loose.sum().backward()
+    state.restore()
+    assert loose.grad is None
