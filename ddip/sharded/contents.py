@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from ddip.sharded.layout import DTensor, Layout, local_of, sharded_by_id
-from ddip.sharded.parameter_groups import drop_unreduced_gradients, groups_of
+from ddip.sharded.parameter_groups import drop_unreduced_gradients, groups_of, has_unreduced_gradients
+from ddip.sharded.pending_gradients import find_pending
 
 Units = dict[str, Any]
 KINDS = "kinds"
@@ -32,6 +33,8 @@ BROADCAST = "broadcast"
 """Name of the unit with the names of DDP's buffers, which DDP sends from rank 0 to all before each forward pass."""
 LOOSE = "parameters."
 """Prefix of the units with parameters that only an optimizer has, such as a logit scale or the weights of losses."""
+GRADIENTS = "gradients."
+"""Prefix of the units with gradients that no optimizer step has used yet; the rest of the name is the parameter's."""
 BUCKETS = "buckets"
 """Name of the unit with DDP's buckets, which decide the order of its sums."""
 buckets_of: Callable[[DistributedDataParallel], Any] | None = None
@@ -51,6 +54,9 @@ A_LOADER = (
     "dist_state: a {kind} has no state_dict(); give dist_state the loader's sampler and generator, or use "
     "torchdata's StatefulDataLoader"
 )
+
+
+UNREDUCED = "a gradient that fully_shard has not reduced yet (call save() only after optimizer.step())"
 
 
 class Hole(NamedTuple):
@@ -112,10 +118,22 @@ def bucket_units(model: torch.nn.Module) -> Units:
     return {}
 
 
+def gradient_units(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
+    """Return the gradients that no optimizer step has used yet; call this after `units_of`, which reshards models.
+
+    Raises ValueError if ``fully_shard`` has not reduced gradients yet, whose whole tensors are of each rank alone.
+    """
+    modules = [part for module in _modules(model, others).values() for part in module.modules()]
+    if any(has_unreduced_gradients(group) for module in modules for group in groups_of(module)):
+        raise ValueError(UNREDUCED)
+    pending = find_pending(_named_parameters(model, optimizer, others))
+    return {f"{GRADIENTS}{name}": gradient for name, gradient in pending.items()}
+
+
 def load_units(
     units: Units, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
 ) -> None:
-    """Set the state of these objects from `units`, and clear all gradients.
+    """Set the state of these objects from `units`, and clear all other gradients.
 
     State that `units` lacks stays as it is, except an optimizer's state per parameter, which is reset. Gradients are
     cleared because they may belong to a failed step.
@@ -130,6 +148,9 @@ def load_units(
         if name in units:
             parameter.detach().copy_(units[name])
     _clear_gradients(model, optimizer, others)
+    for name, parameter in _named_parameters(model, optimizer, others).items():
+        if (gradient := units.get(f"{GRADIENTS}{name}")) is not None:
+            parameter.grad = gradient.to(parameter.device)
     if optimizer is not None:
         state = {
             key: list(value) if key == "param_groups" else dict(value) for key, value in optimizer.state_dict().items()
@@ -149,8 +170,7 @@ def load_units(
 
 def _clear_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> None:
     modules = _modules(model, others).values()
-    of_modules = [parameter for module in modules for parameter in module.parameters()]
-    for parameter in [*of_modules, *loose_parameters(model, optimizer, others).values()]:
+    for parameter in _named_parameters(model, optimizer, others).values():
         parameter.grad = None
     for part in [part for module in modules for part in module.modules()]:
         for group in groups_of(part):
@@ -169,6 +189,18 @@ def _optimizers(optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) 
         f"others.{number}": other for number, other in enumerate(others) if isinstance(other, torch.optim.Optimizer)
     }
     return found if optimizer is None else {"optimizer": optimizer, **found}
+
+
+def _named_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """Return all parameters of modules and optimizers by the names of their units."""
+    of_modules = {
+        f"{prefix}.{name}": parameter
+        for prefix, module in _modules(model, others).items()
+        for name, parameter in module.named_parameters()
+    }
+    return of_modules | loose_parameters(model, optimizer, others)
 
 
 def loose_parameters(

@@ -43,6 +43,7 @@ from ddip.sharded.copies import (
     needed_save,
 )
 from ddip.sharded.layout import Layout, fill_part
+from ddip.sharded.pending_gradients import watch_steps
 
 with warnings.catch_warnings(record=True):  # torch 2.4 warns of TorchScript as soon as this is imported
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -108,7 +109,7 @@ def dist_state(
 
     The saved state outlives the model. After a fault, rerun the cell that creates model, optimizer and state, then this
     loop, which continues after the last complete step. The state includes the default random number generators of
-    torch, NumPy and ``random``.
+    torch, NumPy and ``random``, and gradients that no optimizer step has used yet.
 
     Parameters
     ----------
@@ -143,6 +144,7 @@ def dist_state(
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise TypeError(ZERO)
     contents.ensure_state(others)
+    watch_steps()
     return DistState(model, optimizer, others, name, spare)
 
 
@@ -270,6 +272,7 @@ class DistState:
         self._ensure_one_model()
         try:
             units = contents.units_of(*self._objects) | contents.bucket_units(self._model)
+            units |= contents.gradient_units(*self._objects)
             tensors, rest = contents.take_apart(units)
             tensors[STRUCTURE] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
             return tensors, {name: contents.layout_of(name, tensor) for name, tensor in tensors.items()}
@@ -568,8 +571,9 @@ def _choose_layout(
     It is the present layout of the tensor, of its parameter, or of a similar tensor. `layouts` has the present layouts
     by name, and `parameters` those of the optimizer's parameters.
     """
-    present = layouts.get(name)
-    if name.startswith("model."):
+    is_gradient = name.startswith(contents.GRADIENTS)
+    present = layouts.get(name.removeprefix(contents.GRADIENTS))
+    if name.startswith("model.") or is_gradient and present is not None:
         return present if present is not None and present.whole == whole else Layout(whole)
     number = name.split(".")[2] if name.startswith("optimizer.state.") else ""
     if number.isdigit() and int(number) < len(parameters):

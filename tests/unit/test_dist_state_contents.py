@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import ddip
@@ -175,3 +176,70 @@ def test_gradients_of_a_failed_step_are_cleared_everywhere() -> None:
     loose.sum().backward()
     state.restore()
     assert loose.grad is None
+
+
+def make_accumulating(kind: str) -> tuple[tuple[Any, ...], Train]:
+    """Return a training that takes a step after each third micro-batch, and clears gradients then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    if kind == "sharded":
+        fsdp.fully_shard(model)
+    scale = nn.Parameter(torch.tensor(0.5))
+    optimizer = torch.optim.Adam([*model.parameters(), *([scale] if kind == "plain" else [])], 0.05)
+
+    def train(first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            loss = (model(batch(step, 4, 3)) * scale).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=kind != "zeros")
+        return losses
+
+    return (model, optimizer), train
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "zeros"])
+@pytest.mark.parametrize("saved", [4, 5, 6])
+def test_a_save_between_micro_batches_keeps_their_gradients(kind: str, saved: int) -> None:
+    assert_continues_undisturbed(lambda: make_accumulating(kind), saved)
+
+
+def kept_gradients(state: ddip.sharded.state.DistState) -> list[str]:
+    copy = max(state._copies.copies, key=lambda copy: copy.serial or 0)
+    return [name for name in copy.parts if name.startswith("gradients.")]
+
+
+def test_gradients_that_a_step_has_used_are_not_copied() -> None:
+    for sharded in (False, True):
+        model = nn.Linear(3, 1)
+        if sharded:
+            fsdp.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        state = ddip.dist_state(model, optimizer, name="tested")
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                model(batch(step, 2, 3)).mean().backward()
+                state.save(step)
+                assert kept_gradients(state) == ["gradients.model.weight", "gradients.model.bias"], (step, number)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            state.save(step)
+            assert not kept_gradients(state)
+        state.forget()
+
+
+def test_save_refuses_gradients_that_are_not_reduced_yet() -> None:
+    model = nn.Linear(3, 1)
+    fsdp.fully_shard(model)
+    state = ddip.dist_state(model, name="tested")
+    state.save(1)
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model(torch.ones(2, 3)).mean().backward()
+    with pytest.raises(ValueError, match=r"fully_shard has not reduced .*optimizer.step\(\).*nothing was saved"):
+        state.save(2)
+    assert state.restore() == 1
+    state.save(2)
