@@ -30,13 +30,13 @@ Units = dict[str, Any]
 KINDS = "kinds"
 """Name of the unit with the class names of optimizer and others."""
 BROADCAST = "broadcast"
-"""Name of the unit with the names of DDP's buffers, which DDP sends from rank 0 to all before each forward pass."""
+"""Name of the unit with the names of all DDP buffers, which DDP sends from rank 0 to all before each forward pass."""
 LOOSE = "parameters."
 """Prefix of the units with parameters that only an optimizer has, such as a logit scale or the weights of losses."""
 GRADIENTS = "gradients."
 """Prefix of the units with gradients that no optimizer step has used yet; the rest of the name is the parameter's."""
 BUCKETS = "buckets"
-"""Name of the unit with DDP's buckets, which decide the order of its sums."""
+"""Name of the unit with the buckets of each DDP wrapper, which decide the order of its sums."""
 buckets_of: Callable[[DistributedDataParallel], Any] | None = None
 """Set in ddip's ranks: returns the buckets of a wrapper between two steps; all ranks call it."""
 use_buckets: Callable[[DistributedDataParallel, Any], None] | None = None
@@ -66,7 +66,7 @@ class Hole(NamedTuple):
 
 
 class _GeneratorState(NamedTuple):
-    """The state of a torch generator that is an attribute of a sampler, which may not exist yet in a new sampler."""
+    """The state of a torch generator in a sampler; a new sampler may not have created its generator yet."""
 
     device: str
     state: torch.Tensor
@@ -98,32 +98,51 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
 
     The tensors are not copied.
     """
-    units = {f"model.{name}": value for name, value in model.state_dict().items()}
-    if optimizer is not None:
-        state = optimizer.state_dict()
-        units |= {f"optimizer.param_groups.{number}": group for number, group in enumerate(state["param_groups"])}
-        units |= {f"optimizer.state.{key}": values for key, values in state["state"].items()}
-    units |= {f"others.{number}": _state_of(other) for number, other in enumerate(others)}
+    units = Units()
+    for prefix, module in _modules_by_unit(model, others).items():
+        units |= {f"{prefix}.{name}": value for name, value in module.state_dict().items()}
+    for prefix, owner in optimizers_of(optimizer, others).items():
+        units |= _optimizer_units(prefix, owner)
+    units |= {name: _state_of(other) for name, other in _other_objects(others).items()}
     units |= loose_parameters(model, optimizer, others)
     units[KINDS] = [None if optimizer is None else kind_of(optimizer), *map(kind_of, others)]
-    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-        units[BROADCAST] = [f"model.module.{name}" for name, _ in model.module.named_buffers()]
+    broadcast = {name: wrapper for name, wrapper in _ddp_wrappers(model, others).items() if wrapper.broadcast_buffers}
+    if broadcast:
+        units[BROADCAST] = [
+            f"{prefix}.module.{name}"
+            for prefix, wrapper in broadcast.items()
+            for name, _ in wrapper.module.named_buffers()
+        ]
     return units | {f"generators.{name}": state for name, state in process_generators().items()}
 
 
-def bucket_units(model: torch.nn.Module) -> Units:
-    """Return the unit with DDP's buckets, if there is one. All ranks must call this, between two steps."""
-    if isinstance(model, DistributedDataParallel) and buckets_of is not None:
-        return {BUCKETS: buckets_of(model)}
-    return {}
+def _optimizer_units(prefix: str, optimizer: torch.optim.Optimizer) -> Units:
+    state = optimizer.state_dict()
+    units = {f"{prefix}.param_groups.{number}": group for number, group in enumerate(state["param_groups"])}
+    units |= {f"{prefix}.state.{key}": values for key, values in state["state"].items()}
+    more = {key: value for key, value in state.items() if key not in ("param_groups", "state")}
+    return units | ({f"{prefix}.more": more} if more else {})
+
+
+def bucket_units(model: torch.nn.Module, others: Sequence[Any]) -> Units:
+    """Return the unit with the buckets of DDP wrappers, if there are any.
+
+    All ranks must call this, between two steps.
+    """
+    wrappers = _ddp_wrappers(model, others)
+    if not wrappers or buckets_of is None:
+        return {}
+    return {BUCKETS: {name: buckets_of(wrapper) for name, wrapper in wrappers.items()}}
 
 
 def gradient_units(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> Units:
-    """Return the gradients that no optimizer step has used yet; call this after `units_of`, which reshards models.
+    """Return the gradients that no optimizer step has used yet, by unit name.
+
+    Call this after `units_of`, which reshards models.
 
     Raises ValueError if ``fully_shard`` has not reduced gradients yet, whose whole tensors are of each rank alone.
     """
-    modules = [part for module in _modules(model, others).values() for part in module.modules()]
+    modules = [part for module in _modules_by_unit(model, others).values() for part in module.modules()]
     if any(has_unreduced_gradients(group) for module in modules for group in groups_of(module)):
         raise ValueError(UNREDUCED)
     pending = find_pending(_named_parameters(model, optimizer, others))
@@ -138,12 +157,14 @@ def load_units(
     State that `units` lacks stays as it is, except an optimizer's state per parameter, which is reset. Gradients are
     cleared because they may belong to a failed step.
     """
-    state = model.state_dict()
-    for name in state:
-        state[name] = units.get(f"model.{name}", state[name])
-    model.load_state_dict(state)
-    if isinstance(model, DistributedDataParallel) and use_buckets is not None and BUCKETS in units:
-        use_buckets(model, units[BUCKETS])
+    for prefix, module in _modules_by_unit(model, others).items():
+        state = module.state_dict()
+        state.update(_units_below(prefix, units))
+        module.load_state_dict(state)
+    wrappers = _ddp_wrappers(model, others)
+    for name, buckets in units.get(BUCKETS, {}).items():
+        if use_buckets is not None and name in wrappers:
+            use_buckets(wrappers[name], buckets)
     for name, parameter in loose_parameters(model, optimizer, others).items():
         if name in units:
             parameter.detach().copy_(units[name])
@@ -151,25 +172,31 @@ def load_units(
     for name, parameter in _named_parameters(model, optimizer, others).items():
         if (gradient := units.get(f"{GRADIENTS}{name}")) is not None:
             parameter.grad = gradient.to(parameter.device)
-    if optimizer is not None:
-        state = {
-            key: list(value) if key == "param_groups" else dict(value) for key, value in optimizer.state_dict().items()
-        }
-        for number, group in enumerate(state["param_groups"]):
-            state["param_groups"][number] = units.get(f"optimizer.param_groups.{number}", group)
-        prefix = "optimizer.state."
-        saved = {name.removeprefix(prefix): value for name, value in units.items() if name.startswith(prefix)}
-        state["state"] = {int(key) if key.isdigit() else key: value for key, value in saved.items()}
-        optimizer.load_state_dict(state)
-    for number, other in enumerate(others):
-        if f"others.{number}" in units:
-            _load_state(other, units[f"others.{number}"])
-    prefix = "generators."
-    set_process_generators({n.removeprefix(prefix): state for n, state in units.items() if n.startswith(prefix)})
+    for prefix, owner in optimizers_of(optimizer, others).items():
+        _load_optimizer(prefix, owner, units)
+    for name, other in _other_objects(others).items():
+        if name in units:
+            _load_state(other, units[name])
+    set_process_generators(_units_below("generators", units))
+
+
+def _units_below(prefix: str, units: Units) -> Units:
+    """Return the units whose names begin with `prefix` and a dot, by the rest of their names."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in units.items() if name.startswith(f"{prefix}.")}
+
+
+def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, units: Units) -> None:
+    state = dict(optimizer.state_dict()) | units.get(f"{prefix}.more", {})
+    state["param_groups"] = [
+        units.get(f"{prefix}.param_groups.{number}", group) for number, group in enumerate(state["param_groups"])
+    ]
+    saved = _units_below(f"{prefix}.state", units)
+    state["state"] = {int(key) if key.isdigit() else key: value for key, value in saved.items()}
+    optimizer.load_state_dict(state)
 
 
 def _clear_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> None:
-    modules = _modules(model, others).values()
+    modules = _modules_by_unit(model, others).values()
     for parameter in _named_parameters(model, optimizer, others).values():
         parameter.grad = None
     for part in [part for module in modules for part in module.modules()]:
@@ -177,13 +204,24 @@ def _clear_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
             drop_unreduced_gradients(group)
 
 
-def _modules(model: torch.nn.Module, others: Sequence[Any]) -> dict[str, torch.nn.Module]:
+def _modules_by_unit(model: torch.nn.Module, others: Sequence[Any]) -> dict[str, torch.nn.Module]:
     """Return the model, and the modules among `others`, by the name of their units."""
     found = {f"others.{number}": other for number, other in enumerate(others) if isinstance(other, torch.nn.Module)}
     return {"model": model, **found}
 
 
-def _optimizers(optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> dict[str, torch.optim.Optimizer]:
+def _ddp_wrappers(model: torch.nn.Module, others: Sequence[Any]) -> dict[str, DistributedDataParallel]:
+    modules = _modules_by_unit(model, others).items()
+    return {name: module for name, module in modules if isinstance(module, DistributedDataParallel)}
+
+
+def _other_objects(others: Sequence[Any]) -> dict[str, Any]:
+    """Return those of `others` that are neither modules nor optimizers, by the names of their units."""
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    return {f"others.{number}": other for number, other in enumerate(others) if not isinstance(other, kinds)}
+
+
+def optimizers_of(optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizer, and the optimizers among `others`, by the name of their units."""
     found = {
         f"others.{number}": other for number, other in enumerate(others) if isinstance(other, torch.optim.Optimizer)
@@ -197,7 +235,7 @@ def _named_parameters(
     """Return all parameters of modules and optimizers by the names of their units."""
     of_modules = {
         f"{prefix}.{name}": parameter
-        for prefix, module in _modules(model, others).items()
+        for prefix, module in _modules_by_unit(model, others).items()
         for name, parameter in module.named_parameters()
     }
     return of_modules | loose_parameters(model, optimizer, others)
@@ -207,11 +245,11 @@ def loose_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
 ) -> dict[str, torch.Tensor]:
     """Return the parameters that an optimizer has and no module, by the name of their unit."""
-    modules = _modules(model, others).values()
+    modules = _modules_by_unit(model, others).values()
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     known |= {id(parameter) for module in modules for parameter in sharded_by_id(module).values()}
     found = {}
-    for name, owner in _optimizers(optimizer, others).items():
+    for name, owner in optimizers_of(optimizer, others).items():
         parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             if id(parameter) not in known:
@@ -296,7 +334,7 @@ def _attribute_state(value: Any) -> Any:
 
 
 def _load_attribute(sampler: Any, name: str, value: Any) -> None:
-    """Set a sampler's attribute to the saved `value`, in place if possible, since others may share the object."""
+    """Set a sampler's attribute to the saved `value`; in place if possible, since it may be shared."""
     present: Any = getattr(sampler, name, None)
     if isinstance(value, _GeneratorState):
         if not isinstance(present, torch.Generator):
@@ -324,7 +362,7 @@ def _fits_into(value: Any, present: Any) -> bool:
 
 
 def unkept_positions(others: Sequence[Any]) -> list[str]:
-    """Return the sampler attributes that are iterators, whose position is not kept, as ``Sampler.attribute``."""
+    """Return the names of sampler attributes that are iterators, since their position is not kept."""
     found = []
     for other in others:
         if isinstance(other, Sampler) and not hasattr(other, "state_dict"):

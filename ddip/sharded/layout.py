@@ -88,7 +88,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _strides_in_order(shape: tuple[int, ...], part: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor of this shape whose dimensions are in memory in the order of those of `part`.
+    """Return the strides of a tensor of this shape with its dimensions in the order of `part` in memory.
 
     >>> _strides_in_order((2, 3, 4, 4), torch.empty(1, 3, 4, 4).to(memory_format=torch.channels_last))
     (48, 1, 12, 3)

@@ -38,7 +38,7 @@ def _record_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def _values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that FSDP2 changes when it accumulates gradients: the local part of a DTensor, not a view."""
+    """Return the tensor whose version changes; for a DTensor, its local part, which FSDP2 adds to."""
     values: torch.Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return values
 

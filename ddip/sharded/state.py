@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import pickle
+import re
 import sys
 import types
 import warnings
@@ -44,6 +45,7 @@ from ddip.sharded.copies import (
 )
 from ddip.sharded.layout import Layout, fill_part
 from ddip.sharded.pending_gradients import watch_steps
+from ddip.sharded.save_order import SaveOrder
 
 with warnings.catch_warnings(record=True):  # torch 2.4 warns of TorchScript as soon as this is imported
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -62,7 +64,8 @@ MISSING = (
 CANNOT_KEEP = "dist_state: {what} could not be restored; nothing was saved"
 SECOND = (
     "dist_state: {other}, which is saved as {name!r}; give each model a name: dist_state(model, name='teacher'), or "
-    "name={name!r} to continue from that one"
+    "name={name!r} to continue from that one; give models that one loop trains to one "
+    "dist_state(model, optimizer, model2, optimizer2)"
 )
 FSDP1 = "dist_state: FullyShardedDataParallel (FSDP1) is not supported; use fully_shard (FSDP2, torch 2.6 or newer)"
 ZERO = (
@@ -77,6 +80,10 @@ OTHERS = (
 ITERATOR = (
     "dist_state: {name} is an iterator, whose position is not kept; give the sampler state_dict() and load_state_dict()"
 )
+OTHER_STEP = (
+    "dist_state: {name!r} is restored at step {step}, but {peer!r} at step {other}, since a fault came between their "
+    "saves; give models that one loop trains to one dist_state(model, optimizer, model2, optimizer2)"
+)
 LEFT_OUT = "dist_state: {then} ranks saved, and there are {now} now; not restored, since it differed by rank: {names}"
 NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
@@ -88,6 +95,8 @@ Problem = tuple[type[Exception], str]
 Result = TypeVar("Result")
 _kept: dict[str, CopyStore] = {}
 """Copies of this rank by the name of their `DistState`."""
+_order = SaveOrder()
+"""The saves of all names on this rank."""
 
 
 def dist_state(
@@ -212,6 +221,7 @@ class DistState:
     def forget(self) -> None:
         """Free the copies on this rank; the next `restore` does not find them."""
         _kept.pop(self._name, None)
+        _order.forget(self._name)
 
     @property
     def _copies(self) -> CopyStore:
@@ -241,6 +251,11 @@ class DistState:
         """
         _ensure_group()
         step = (self.step or 0) + 1 if step is None else step
+        self._save_copies(step)
+        _order.record_save(self._name, step)
+        self._report_iterators()
+
+    def _save_copies(self, step: int) -> None:
         kept, attempt = self._copies, _Attempt(self._collect_tensors)
         answers = from_all((attempt.problem, kept.held))
         tensors, layouts = attempt.ensure_on_all([problem for problem, _ in answers])
@@ -254,7 +269,6 @@ class DistState:
         if self._spare and own.size > 1:
             pair.spare = mirror_copy(own, pair.spare)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
-        self._report_iterators()
 
     def _report_iterators(self) -> None:
         """Print once which state of samplers is not kept."""
@@ -271,7 +285,7 @@ class DistState:
         """Return all tensors and their layouts; raise ValueError for state that could not be restored."""
         self._ensure_one_model()
         try:
-            units = contents.units_of(*self._objects) | contents.bucket_units(self._model)
+            units = contents.units_of(*self._objects) | contents.bucket_units(self._model, self._others)
             units |= contents.gradient_units(*self._objects)
             tensors, rest = contents.take_apart(units)
             tensors[STRUCTURE] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
@@ -310,9 +324,10 @@ class DistState:
         """
         _ensure_group()
         kept, world = self._copies, dist.get_world_size()
-        answers = from_all((_Attempt(self._ensure_one_model).problem, kept.held))
-        _raise_agreed([problem for problem, _ in answers])
-        held = [copies for _, copies in answers]
+        answers = from_all((_Attempt(self._ensure_one_model).problem, kept.held, _order.peers_of(self._name)))
+        _raise_agreed([problem for problem, _, _ in answers])
+        held = [copies for _, copies, _ in answers]
+        peers = sorted({peer for _, _, peers_on_rank in answers for peer in peers_on_rank})  # a new rank has none
         saves = complete_saves(held)
         if not saves:
             return self._default_or_raise(held, default)
@@ -331,9 +346,12 @@ class DistState:
         kept.drop_newer(serial)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
         if lacking or not is_same or fewest_copies(saves[serial]) < self._copies_wanted:
-            self.save(plan.saved.step)  # in the current layout, with the state that ranks lacked
+            self._save_copies(plan.saved.step)  # in the current layout, with the state that ranks lacked
         if plan.saved.left_out and dist.get_rank() == 0:
             print(LEFT_OUT.format(then=len(givers), now=world, names=_shorten_list(plan.saved.left_out, 20)))
+        for peer, other in _order.record_restore(self._name, plan.saved.step, peers):
+            if dist.get_rank() == 0:
+                print(OTHER_STEP.format(name=self._name, step=plan.saved.step, peer=peer, other=other))
         return plan.saved.step
 
     def _default_or_raise(self, held: list[list[Held]], default: int | None) -> int:
@@ -449,12 +467,17 @@ class _Plan:
         self.saved = saved
         present = contents.units_of(model, optimizer, others)
         layouts = {name: Layout.of(tensor) for name, tensor in contents.tensors_in(present).items()}
-        _ensure_same_objects(saved, present, layouts)
+        _ensure_same_objects(saved, present, layouts, list(contents.optimizers_of(optimizer, others)))
         trained = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
         if trained and trained <= set(saved.left_out):
             raise LookupError(NO_REPLICA)
-        groups = [] if optimizer is None else optimizer.param_groups
-        parameters = [Layout.of(parameter) for group in groups for parameter in group["params"]]
+        parameters = {
+            f"{prefix}.state.{number}": Layout.of(parameter)
+            for prefix, owner in contents.optimizers_of(optimizer, others).items()
+            for number, parameter in enumerate(
+                parameter for group in owner.param_groups for parameter in group["params"]
+            )
+        }
         self._layouts = {
             name: _choose_layout(name, whole, placements, layouts, parameters)
             for name, (whole, placements) in saved.outline.items()
@@ -523,8 +546,11 @@ def _assemble_part(layout: Layout, parts: list[Part]) -> torch.Tensor:
     return values
 
 
-def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layout]) -> None:
-    """Raise ValueError if the present model, optimizer or others do not match the saved ones."""
+def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layout], optimizers: list[str]) -> None:
+    """Raise ValueError if the present model, optimizer or others do not match the saved ones.
+
+    `optimizers` has the prefixes of the units of all optimizers.
+    """
     before = _model_shapes(saved.units, {name: whole for name, (whole, _) in saved.outline.items()})
     after = _model_shapes(present, {name: layout.whole for name, layout in layouts.items()})
     names = sorted(name for name in before.keys() | after if before.get(name, 0) != after.get(name, 0))
@@ -534,7 +560,8 @@ def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layou
     kinds = present[contents.KINDS]
     if saved.units.get(contents.KINDS, kinds) != kinds:
         raise ValueError(_kinds_difference(saved.units[contents.KINDS], kinds))
-    groups = {name: group for name, group in saved.units.items() if name.startswith("optimizer.param_groups.")}
+    prefixes = tuple(f"{name}.param_groups." for name in optimizers)
+    groups = {name: group for name, group in saved.units.items() if name.startswith(prefixes)}
     if any(
         name not in present or len(group["params"]) != len(present[name]["params"]) for name, group in groups.items()
     ):
@@ -564,20 +591,20 @@ def _kinds_difference(then: list[str | None], now: list[str | None]) -> str:
 
 
 def _choose_layout(
-    name: str, whole: tuple[int, ...], placements: Any, layouts: dict[str, Layout], parameters: list[Layout]
+    name: str, whole: tuple[int, ...], placements: Any, layouts: dict[str, Layout], parameters: dict[str, Layout]
 ) -> Layout:
     """Return the layout to load a saved tensor with.
 
     It is the present layout of the tensor, of its parameter, or of a similar tensor. `layouts` has the present layouts
-    by name, and `parameters` those of the optimizer's parameters.
+    by name, and `parameters` those of the optimizers' parameters by the unit of their state.
     """
     is_gradient = name.startswith(contents.GRADIENTS)
     present = layouts.get(name.removeprefix(contents.GRADIENTS))
     if name.startswith("model.") or is_gradient and present is not None:
         return present if present is not None and present.whole == whole else Layout(whole)
-    number = name.split(".")[2] if name.startswith("optimizer.state.") else ""
-    if number.isdigit() and int(number) < len(parameters):
-        present = parameters[int(number)]
+    of_state = re.match(r"(optimizer|others\.\d+)\.state\.\d+(?=\.)", name)
+    if of_state and of_state[0] in parameters:
+        present = parameters[of_state[0]]
         if whole and whole == present.whole:
             return present
     if placements is None or present is not None and present.placements is None:

@@ -72,7 +72,7 @@ def cells(group: ddip.Group, request: pytest.FixtureRequest) -> Iterator[ddip.Gr
 def nothing_kept(cells: ddip.Group) -> Iterator[None]:
     """Delete what `dist_state` has saved in a test."""
     yield
-    cells.run("import ddip.sharded.state; ddip.sharded.state._kept.clear()")
+    cells.run("import ddip.sharded.state; ddip.sharded.state._kept.clear(); ddip.sharded.state._order.__init__()")
 
 
 def begin_test(group: ddip.Group, session: pytest.Session, code: str) -> None:

@@ -478,3 +478,59 @@ def test_ddp_adds_gradients_in_the_same_order_after_a_fault(ranks: ddip.Group, c
         ranks.run(fault)
     ranks.run(then.format(step=step))
     ranks.run(f"assert orders({step}, 5) == expected[{step}:]")
+
+
+PAIR = """
+def make_pair():
+    global gen, disc, gen_opt, disc_opt, scale, state
+    torch.manual_seed(0)
+    gen, disc = DDP(nn.Linear(2, 3)), DDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
+    scale = nn.Parameter(torch.ones(()))
+    gen_opt, disc_opt = torch.optim.Adam(gen.parameters(), 0.05), torch.optim.Adam([*disc.parameters(), scale], 0.05)
+    state = ddip.dist_state(gen, gen_opt, disc, disc_opt)
+def train_pair(first, last):
+    losses = []
+    for number in range(first, last):
+        for sign, opt in ((1, gen_opt), (-1, disc_opt)):
+            batch = torch.randn(4, 2, generator=torch.Generator().manual_seed(2 * number + rank))
+            loss = sign * (scale * disc(gen(batch))).square().mean()
+            loss.backward()
+            dist.all_reduce(scale.grad)
+            if number % 2: opt.step(); opt.zero_grad()
+            losses.append(loss.item())
+        state.save(number + 1)
+    return losses
+def values():
+    tensors = [*gen.state_dict().values(), *disc.state_dict().values(), scale.detach()]
+    for opt in (gen_opt, disc_opt): tensors += [item for one in opt.state.values() for item in one.values()]
+    return [tensor.clone() for tensor in tensors]
+"""
+
+
+@pytest.mark.grid(in_ci=True)
+def test_two_models_in_one_state_continue_after_a_death(tmp_path: Path) -> None:
+    """Save between micro-batches, compare ten steps with an undisturbed run, and add a rank."""
+    with ddip.Group(2, failure_grace=0.1) as group:
+        group.run(CODE + PAIR)
+        group.run(f"make_pair(); torch.save(train_pair(0, 15), f'{tmp_path}/{{rank}}')")
+        group.run("state.forget(); make_pair(); train_pair(0, 5)")
+        kill_and_repair(group, 1)
+        group.run(f"if rank == 1:\n    exec({PAIR!r})")
+        group.run(f"""
+            make_pair()
+            assert state.restore() == 5
+            losses, expected = train_pair(5, 15), torch.load(f"{tmp_path}/{{rank}}")[10:]
+            assert losses == expected, (losses, expected)
+            train_pair(15, 16)
+            torch.save(values(), f"{tmp_path}/values {{rank}}")
+        """)
+        group.change(ddip.Request(n=3))
+        group.run(f"if rank == 2:\n    exec({CODE + PAIR!r})")
+        group.run(f"""
+            import contextlib, io
+            make_pair()
+            with contextlib.redirect_stdout(io.StringIO()) as told: assert state.restore() == 16
+            assert "others" not in told.getvalue(), told.getvalue()
+            assert all(map(torch.equal, values(), torch.load(f"{tmp_path}/values 0")))
+            train_pair(16, 18)
+        """)

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import ddip
 import ddip.sharded.state
+from ddip.rank.process_group import meshes
 
 
 @pytest.fixture(autouse=True)
@@ -26,36 +27,39 @@ def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    ddip.sharded.state._kept.clear()
+    meshes.disable_meshes()  # torch's caches would use them for equal meshes of the next group
+    for name in list(ddip.sharded.state._kept):
+        ddip.sharded.state.DistState(nn.Module(), None, (), name, False).forget()
 
 
 Train = Callable[[int, int], list[float]]
 """Trains from one step to another, and returns the losses."""
 
 
-def assert_continues_undisturbed(make: Callable[[], tuple[tuple[Any, ...], Train]], saved: int = 5) -> None:
-    """Restore the state after `saved` steps into new objects, and compare the next ten steps with an undisturbed run.
+def assert_continues_undisturbed(make_training: Callable[[], tuple[tuple[Any, ...], Train]], saved: int = 5) -> None:
+    """Restore a save into new objects, and compare the next ten steps with an undisturbed run.
 
-    `make` returns new objects for `dist_state`, and a function that trains them.
+    `make_training` returns new objects for `dist_state`, and a function that trains them.
     """
-    _, train = make()
-    expected = train(0, saved + 10)[saved:]
-    objects, train = make()
+    _, train = make_training()
+    train(0, saved)
+    expected = train(saved, saved + 10)
+    objects, train = make_training()
     train(0, saved)
     ddip.dist_state(*objects, name="tested").save(saved)
     train(saved, saved + 1)  # a step that is lost
-    objects, train = make()
+    objects, train = make_training()
     assert ddip.dist_state(*objects, name="tested").restore() == saved
     assert train(saved, saved + 10) == expected
 
 
-def batch(step: int, *shape: int) -> torch.Tensor:
+def draw_batch(step: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_fused_optimizers_continue_in_any_memory_format(memory_format: torch.memory_format) -> None:
-    def make() -> tuple[tuple[Any, ...], Train]:
+    def make_training() -> tuple[tuple[Any, ...], Train]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Conv2d(5, 2, 3)).to(memory_format=memory_format)
         optimizer = torch.optim.Adam(model.parameters(), 0.05, fused=True)
@@ -64,7 +68,7 @@ def test_fused_optimizers_continue_in_any_memory_format(memory_format: torch.mem
             losses = []
             for step in range(first, last):
                 optimizer.zero_grad()
-                loss = model(batch(step, 2, 3, 7, 7).to(memory_format=memory_format)).square().mean()
+                loss = model(draw_batch(step, 2, 3, 7, 7).to(memory_format=memory_format)).square().mean()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
@@ -72,7 +76,7 @@ def test_fused_optimizers_continue_in_any_memory_format(memory_format: torch.mem
 
         return (model, optimizer), train
 
-    assert_continues_undisturbed(make)
+    assert_continues_undisturbed(make_training)
 
 
 class Shuffled(Sampler[int]):
@@ -98,7 +102,7 @@ class Shuffled(Sampler[int]):
 
 
 def test_samplers_draw_the_same_data_from_any_generator(capsys: pytest.CaptureFixture[str]) -> None:
-    def make() -> tuple[tuple[Any, ...], Train]:
+    def make_training() -> tuple[tuple[Any, ...], Train]:
         torch.manual_seed(0)
         model, sampler = nn.Linear(1, 1), Shuffled()
         optimizer = torch.optim.SGD(model.parameters(), 0.0001)
@@ -116,7 +120,7 @@ def test_samplers_draw_the_same_data_from_any_generator(capsys: pytest.CaptureFi
 
         return (model, optimizer, BatchSampler(sampler, 4, False)), train
 
-    assert_continues_undisturbed(make)
+    assert_continues_undisturbed(make_training)
     assert capsys.readouterr().out.count("Shuffled.kept_elsewhere is an iterator") == 1
 
 
@@ -133,7 +137,7 @@ def test_a_dataset_in_a_sampler_is_not_restored() -> None:
 def test_parameters_that_only_an_optimizer_has_are_restored(second: bool) -> None:
     """A loss weight and a head are in no module that `dist_state` gets, once in the second optimizer."""
 
-    def make() -> tuple[tuple[Any, ...], Train]:
+    def make_training() -> tuple[tuple[Any, ...], Train]:
         torch.manual_seed(0)
         model, head, scale = nn.Linear(3, 3), nn.Linear(3, 1), nn.Parameter(torch.tensor(0.5))
         loose = [*head.parameters(), scale]
@@ -144,7 +148,7 @@ def test_parameters_that_only_an_optimizer_has_are_restored(second: bool) -> Non
         def train(first: int, last: int) -> list[float]:
             losses = []
             for step in range(first, last):
-                loss = (scale.exp() * head(model(batch(step, 4, 3))).square() - scale).mean()
+                loss = (scale.exp() * head(model(draw_batch(step, 4, 3))).square() - scale).mean()
                 loss.backward()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -154,7 +158,7 @@ def test_parameters_that_only_an_optimizer_has_are_restored(second: bool) -> Non
 
         return (model, *optimizers), train
 
-    assert_continues_undisturbed(make)
+    assert_continues_undisturbed(make_training)
 
 
 def make_with_loose(size: int) -> tuple[nn.Module, nn.Parameter, ddip.sharded.state.DistState]:
@@ -190,7 +194,7 @@ def make_accumulating(kind: str) -> tuple[tuple[Any, ...], Train]:
     def train(first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
-            loss = (model(batch(step, 4, 3)) * scale).square().mean()
+            loss = (model(draw_batch(step, 4, 3)) * scale).square().mean()
             loss.backward()
             losses.append(loss.item())
             if step % 3 == 2:
@@ -222,7 +226,7 @@ def test_gradients_that_a_step_has_used_are_not_copied() -> None:
         for step in range(3):
             optimizer.zero_grad()
             for number in range(2):
-                model(batch(step, 2, 3)).mean().backward()
+                model(draw_batch(step, 2, 3)).mean().backward()
                 state.save(step)
                 assert kept_gradients(state) == ["gradients.model.weight", "gradients.model.bias"], (step, number)
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -243,3 +247,67 @@ def test_save_refuses_gradients_that_are_not_reduced_yet() -> None:
         state.save(2)
     assert state.restore() == 1
     state.save(2)
+
+
+def make_pair(kind: str) -> tuple[tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer], Train]:
+    """Return a generator and a discriminator that are trained in turn."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    if kind == "sharded":
+        fsdp.fully_shard(first)
+        fsdp.fully_shard(second)
+    optimizers = [torch.optim.Adam(model.parameters(), 0.05) for model in (first, second)]
+
+    def train(begin: int, end: int) -> list[float]:
+        losses = []
+        for step in range(begin, end):
+            for sign, optimizer in zip((1, -1), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = sign * second(first(draw_batch(step, 4, 2))).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    return (first, optimizers[0], second, optimizers[1]), train
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_two_models_in_one_state_continue_together(kind: str) -> None:
+    assert_continues_undisturbed(lambda: make_pair(kind))
+
+
+def test_two_states_of_one_loop_at_different_steps_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def make_states() -> dict[str, ddip.sharded.state.DistState]:
+        gen, gen_opt, disc, disc_opt = make_pair("plain")[0]
+        return {"G": ddip.dist_state(gen, gen_opt, name="G"), "D": ddip.dist_state(disc, disc_opt, name="D")}
+
+    states = make_states()
+    for name, step in [("G", 1), ("D", 1), ("G", 2), ("D", 2), ("G", 3)]:
+        states[name].save(step)
+    states = make_states()
+    assert [state.restore() for state in states.values()] == [3, 2]
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 1 and "'D' is restored at step 2, but 'G' at step 3" in told[0] and "one dist_state" in told[0]
+    states["D"].save(3)
+    states = make_states()
+    assert [state.restore() for state in states.values()] == [3, 3]
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "saves",
+    [
+        [("teacher", 1), ("teacher", 2), ("student", 1), ("student", 2), ("student", 3)],  # one after the other
+        [("teacher", 1), ("teacher", 2), ("student", 1), ("teacher", 3), ("teacher", 4), ("student", 2)],  # other steps
+    ],
+)
+def test_states_that_count_other_steps_are_not_named(
+    saves: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = {name: ddip.dist_state(nn.Linear(1, 1), name=name) for name in ("teacher", "student")}
+    for name, step in saves:
+        states[name].save(step)
+    for state in states.values():
+        state.restore()
+    assert not capsys.readouterr().out
