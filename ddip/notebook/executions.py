@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -64,8 +65,11 @@ class Executions:
         if result.info is not None and result.info.store_history and not result.success:
             self._failed.add(self._number)
 
-    def list_events(self, history: History) -> tuple[Execution | Push, ...]:
-        """Return executions of cells and pushes in order; those on ranks since all ranks started."""
+    def list_events(self, history: History, folder: str) -> tuple[Execution | Push, ...]:
+        """Return executions of cells and pushes in order; those on ranks since all ranks started.
+
+        `folder`: the ranks' working directory at their start.
+        """
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         cells = [cell for cell in history if cell.submitted >= history.started]
         timed: list[tuple[float, Execution | Push]] = [
@@ -73,7 +77,8 @@ class Executions:
         ]
         for cell in cells:
             source = skip_comments(sources[cell.number]) if cell.number < len(sources) else ""
-            timed.append((cell.began or cell.submitted, self._rank_execution(cell, source, cells)))
+            timed.append((cell.began or cell.submitted, self._rank_execution(cell, source, cells, folder)))
+            folder = _next_folder(cell, folder)
         found: list[tuple[int, bool, Execution | Push]] = []
         for _, event in sorted(timed, key=lambda pair: pair[0]):  # a queued cell may begin after later ones
             found.append((max(event.number, found[-1][0] if found else 0), False, event))
@@ -88,7 +93,7 @@ class Executions:
                 found.append((number, True, Execution(number, local, failure=failure, is_former=is_former)))
         return tuple(event for _, _, event in sorted(found, key=lambda entry: entry[:2]))
 
-    def _rank_execution(self, cell: Cell, source: str, cells: list[Cell]) -> Execution:
+    def _rank_execution(self, cell: Cell, source: str, cells: list[Cell], folder: str) -> Execution:
         line = DIP_LINE.match(source)
         is_param = cell.number in self._tagged or (line is not None and "--param" in line[1].split())
         failure = ""
@@ -102,8 +107,8 @@ class Executions:
         code = cell.code
         if code.startswith(f"{calls.NAME}("):
             code = "get_ipython().run_line_magic('in_torchddp', '')"
-        if cell.script is not None and cell.script["digest"] and not _is_unchanged(cell):
-            code = f"get_ipython().run_line_magic({code.strip() + ', which has changed since'!r}, '')"
+        if why := _script_problem(cell, folder):
+            code = f"get_ipython().run_line_magic({code.strip().removeprefix('%') + why!r}, '')"
         return Execution(
             cell.number,
             code,
@@ -130,11 +135,30 @@ def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
     return data
 
 
-def _is_unchanged(cell: Cell) -> bool:
-    """Return True if the script of a ``%diprun`` cell is the same file as when it ran."""
-    assert cell.script is not None
+def _script_problem(cell: Cell, folder: str) -> str:
+    """Return why an exported script cannot run the file of a ``%diprun`` cell; empty if it can.
+
+    `folder`: the ranks' working directory before the cell; empty if it is not known.
+    """
+    if cell.script is None or not cell.script["digest"]:
+        return ""
     path = Path(cell.script["folder"], cell.code.split()[1])
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == cell.script["digest"]
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != cell.script["digest"]:
+        return ", which has changed since"
+    if not folder or os.path.realpath(cell.script["folder"]) != os.path.realpath(folder):
+        return (
+            ": the file is in the notebook's folder, and the ranks ran in another; type %cd in a cell of the ranks too"
+        )
+    return ""
+
+
+def _next_folder(cell: Cell, folder: str) -> str:
+    """Return the ranks' working directory after a cell; empty if its code may choose any."""
+    if cell.outcome != "ok" or not folder:
+        return folder
+    for line in re.findall(r"^[ \t]*%?cd[ \t]+(\S+)[ \t]*$", cell.code, re.MULTILINE):
+        folder = os.path.join(folder, os.path.expanduser(line.strip("'\"")))
+    return "" if re.search(r"\bchdir\b", cell.code) else folder
 
 
 def _find_overlaps(cell: Cell, cells: list[Cell]) -> Iterator[int]:

@@ -146,7 +146,7 @@ class ExportMagics(GroupMagics):
         with group.lifecycle.turn:
             group.lifecycle.ensure_ready_for_cell()
             facts = group.ranks.ask(range(group.world_size), on_rank.start_facts())
-            events = self._executions.list_events(history)
+            events = self._executions.list_events(history, facts[0][2])
             ran = [event for event in events if isinstance(event, Execution) and event.ranks and not event.failure]
             stars = {module for execution in ran for module in STAR.findall(execution.code)}
             (exports,) = group.ranks.ask([0], on_rank.exported_names(sorted(stars)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import sys
@@ -668,6 +669,44 @@ REFUSED: set[str] = set()
 
 
 # -- the record of the session
+
+
+class _History(list[SimpleNamespace]):
+    started, sent = 0.0, ()
+
+
+@pytest.mark.parametrize(
+    ("code", "folder", "is_refused"),
+    [
+        ("x = 1", "", False),
+        ("x = 1", "sub", True),
+        ("%cd sub", "sub", False),
+        ("%cd sub", "", True),
+        ("import os; os.chdir('sub')", "sub", True),
+    ],
+)
+def test_a_script_of_another_folder_is_refused(code: str, folder: str, is_refused: bool, tmp_path: Path) -> None:
+    for file in (tmp_path / "first.py", tmp_path / "sub" / "first.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x = 1")
+    digest = hashlib.sha256(b"x = 1").hexdigest()
+    common = {"submitted": 1.0, "began": 1.0, "ended": 1.0, "outcome": "ok", "ranks": [0, 1]}
+    history = _History(
+        [
+            SimpleNamespace(number=1, code=code, script=None, **common),
+            SimpleNamespace(
+                number=2, code="%diprun first.py", script={"folder": f"{tmp_path / folder}", "digest": digest}, **common
+            ),
+        ]
+    )
+    shell = SimpleNamespace(
+        events=SimpleNamespace(register=lambda *arguments: None),
+        history_manager=SimpleNamespace(input_hist_raw=["", f"%%dip\n{code}", "%diprun first.py"]),
+    )
+    (*_, ran) = executions.Executions(shell).list_events(history, f"{tmp_path}")  # type: ignore[arg-type]
+    assert isinstance(ran, Execution)
+    (statement,) = translation.translate_cell(ran.code)
+    assert statement.problem.startswith("%diprun first.py: the file is in the notebook's folder") == is_refused
 
 
 def test_a_history_that_has_dropped_cells_is_cut() -> None:
