@@ -6,7 +6,7 @@ import ast
 import builtins
 import symtable
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 BUILTINS = frozenset(dir(builtins)) | {"__name__", "__doc__"}
@@ -216,7 +216,9 @@ OWN_GENERATORS = ("albumentations", "cupy", "imgaug", "jax", "keras", "tensorflo
 """Packages with global random states that ddip does not set."""
 CLOCKS = ("time", "time_ns", "now", "getpid", "monotonic", "perf_counter")
 UNORDERED_OK = ("sorted", "len", "min", "max", "set", "frozenset", "isinstance")
-"""Functions whose result does not depend on the order of a set."""
+"""Functions whose result, without a key, does not depend on the order of a set."""
+TYPE_TESTS = ("isinstance", "issubclass")
+SET_ORDER = "the order of a set may differ between processes: sort it"
 REFUSED_IMPORTS = {
     "ddip": "ddip's functions work only in cells",
     "ipywidgets": "a script has no widgets",
@@ -256,13 +258,18 @@ def find_problem(node: ast.AST) -> str:
     return ""
 
 
-def find_doubt(node: ast.AST) -> str:
-    """Return the reason why a statement may give other values in a script; empty if none is known."""
+def find_doubt(node: ast.AST, nones: Set[str] = frozenset()) -> str:
+    """Return the reason why a statement may give other values in a script; empty if none is known.
+
+    `nones`: names that may be None, besides those of the statement.
+    """
     ordered = {id(argument) for inner in ast.walk(node) for argument in _uses_without_order(inner)}
+    nones = nones | none_names(node)
     for inner in ast.walk(node):
         match inner:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args, keywords=words) if (
-                name in ENTROPY or (name in UNSEEDED and all(map(_is_none, [*args, *(word.value for word in words)])))
+                name in ENTROPY
+                or (name in UNSEEDED and all(_may_be_none(value, nones) for value in _argument_values(args, words)))
             ):
                 return f"{name}() draws from the system's entropy"
             case ast.alias(name="secrets"):
@@ -288,21 +295,77 @@ def find_doubt(node: ast.AST) -> str:
                 return f"{name} finds other variables in a script"
             case ast.Call(func=ast.Name("vars" | "dir" as name), args=[]):
                 return f"{name}() finds other variables in a script"
-            case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")) if id(inner) not in ordered:
+            case ast.Call(func=function, args=args, keywords=words) if (
+                passed := next(filter(None, map(_factory_doubt, _argument_values(args, words))), "")
+            ) and not (isinstance(function, ast.Name) and function.id in TYPE_TESTS):
+                return passed
+            case (
+                ast.Set()
+                | ast.SetComp()
+                | ast.Call(func=ast.Name("set" | "frozenset") | ast.Attribute(value=ast.Name("set" | "frozenset")))
+            ) if id(inner) not in ordered:
                 items = inner.elts if isinstance(inner, ast.Set) else [inner]
                 if not all(isinstance(item, ast.Constant) and isinstance(item.value, (int, float)) for item in items):
-                    return "the order of a set may differ between processes: sort it"
+                    return SET_ORDER
     return ""
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _argument_values(args: list[ast.expr], words: list[ast.keyword]) -> list[ast.expr]:
+    return [*args, *(word.value for word in words)]
+
+
+def _factory_doubt(node: ast.expr) -> str:
+    """Return the reason against an argument such as that of ``defaultdict(set)``; empty if none is known."""
+    match node:
+        case ast.Name("set" | "frozenset") | ast.Attribute(value=ast.Name("set" | "frozenset")):
+            return SET_ORDER
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in (*ENTROPY, *UNSEEDED) and name != "seed":
+            return f"{name}() draws from the system's entropy"
+    return ""
+
+
+def none_names(node: ast.AST) -> frozenset[str]:
+    """Return the variables, attributes and parameters that a statement may set to None."""
+    found: set[str] = set()
+    for inner in ast.walk(node):
+        match inner:
+            case ast.arguments(posonlyargs=first, args=second, kwonlyargs=words, defaults=defaults, kw_defaults=others):
+                positional = [*first, *second]
+                pairs = [*zip(positional[len(positional) - len(defaults) :], defaults, strict=True)]
+                pairs += [(word, default) for word, default in zip(words, others, strict=True) if default is not None]
+                found |= {argument.arg for argument, default in pairs if _may_be_none(default)}
+            case ast.keyword(arg=str(name), value=value) if _may_be_none(value):
+                found.add(name)
+            case ast.Assign(targets=targets, value=value) if _may_be_none(value):
+                found |= {_last_name(target) for target in targets}
+            case ast.AnnAssign(target=target, value=ast.expr() as value) if _may_be_none(value):
+                found.add(_last_name(target))
+    return frozenset(found - {""})
+
+
+def _may_be_none(node: ast.expr, nones: Set[str] = frozenset()) -> bool:
+    match node:
+        case ast.Constant(value=value):
+            return value is None
+        case ast.IfExp(body=first, orelse=second):
+            return _may_be_none(first, nones) or _may_be_none(second, nones)
+    return _last_name(node) in nones
+
+
+def _last_name(node: ast.AST) -> str:
+    """Return the name of a variable, or of an attribute without its object; empty for other nodes."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _uses_without_order(node: ast.AST) -> Iterator[ast.AST]:
     """Yield operands whose order has no influence on the value of `node`."""
     match node:
-        case ast.Call(func=ast.Name(id=name), args=args) if name in UNORDERED_OK:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=words) if name in UNORDERED_OK and not any(
+            word.arg in ("key", None) for word in words
+        ):  # items of an equal key keep the order of the set
             for argument in args:
                 yield argument
                 match argument:

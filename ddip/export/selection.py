@@ -13,7 +13,7 @@ import pickle
 import re
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,19 @@ def _translate_cells(events: Sequence[Execution | Push], session: Session) -> di
         for at, star in reversed([*enumerate(found)]):
             if star.star in session.exports:
                 found[at : at + 1] = translation.import_used(star, session.exports[star.star], used)
-    return translated
+    nodes = [statement.node for found in translated.values() for statement in found if statement.node is not None]
+    nones = frozenset().union(*map(code_names.none_names, nodes))
+    return {cell: [_doubt_nones(statement, nones) for statement in found] for cell, found in translated.items()}
+
+
+def _doubt_nones(statement: Statement, nones: frozenset[str]) -> Statement:
+    """Return the statement, with a doubt if its seed may be None.
+
+    `nones`: names that may be None in any cell.
+    """
+    if statement.doubt or statement.problem or statement.node is None:
+        return statement
+    return replace(statement, doubt=code_names.find_doubt(statement.node, nones))
 
 
 def _add_cell(plan: Plan, execution: Execution, statements: list[Statement], session: Session) -> None:

@@ -149,11 +149,30 @@ def test_a_line_without_a_translation_is_named(typed: str) -> None:
         ("torch.manual_seed(3)", False),
         ("exec('x = 1')", True),
         ("n = len(globals())", True),
+        ("words = sorted(set(text), key=len)", True),
+        ("word = max({*text}, key=len)", True),
+        ("word = min(set(text), **options)", True),
+        ("groups = defaultdict(set)", True),
+        ("found = list(map(set, texts))", True),
+        ("words = list(set.union(*texts))", True),
+        ("n = len(set.union(*texts))", False),
+        ("ok = isinstance(x, set) and isinstance(r, random.Random)", False),
+        ("def make(n, seed=None):\n    return default_rng(seed)", True),
+        ("def make(*, seed=None):\n    return default_rng(seed=seed)", True),
+        ("class A:\n    def __init__(self, seed=None):\n        self.r = Random(self.seed)", True),
+        ("seed = None if x else 3\nr = default_rng(seed)", True),
+        ("def make(seed=3):\n    return default_rng(seed)", False),
+        ("r = field(default_factory=random.Random)", True),
+        ("x = f(seed)", False),
     ],
 )
 def test_values_that_differ_between_processes_are_doubted(code: str, is_doubtful: bool) -> None:
-    (statement,) = translation.translate_cell(code)
-    assert bool(statement.doubt) == is_doubtful
+    assert any(refusal.is_doubt for refusal in plan_of(code).refusals) == is_doubtful
+
+
+def test_a_seed_that_another_cell_sets_to_none_is_doubted() -> None:
+    (refusal,) = refusals_of("import random\nseed = None", "r = random.Random(seed)")
+    assert refusal == "cell 2: r = random.Random(seed): Random() draws from the system's entropy"
 
 
 def test_the_body_of_a_timed_cell_stays() -> None:
