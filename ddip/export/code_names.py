@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import symtable
 import sys
 from collections.abc import Iterator, Set
@@ -34,6 +35,8 @@ class Names:
     """Names that its functions assign with ``global``."""
     needs: frozenset[str] = frozenset()
     """Names that it certainly reads and does not assign itself, without those of Python."""
+    mentioned: frozenset[str] = frozenset()
+    """Words in its strings, which other code may run, such as ``cProfile.run("train()")``."""
 
     @property
     def everything(self) -> frozenset[str]:
@@ -73,13 +76,62 @@ def names_of(text: str) -> Names:
                 reads.add(name)
             case ast.NamedExpr(target=ast.Name(name)):
                 binds.add(name)  # also within a comprehension
+    mentioned: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            deferred.add(node.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            mentioned.update(re.findall(r"[^\W\d]\w*", node.value))
+            if node.value.isidentifier():
+                deferred.add(node.value)
     internal = _comprehension_variables(tree) | {"__conditional_annotations__"}
     binds, reads = binds - internal, reads - internal
     needed = reads - binds if isinstance(tree.body[0], COMPOUND) else reads  # a loop reads what it has assigned
-    return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS)))
+    for node, later in _classes_in(tree):
+        (deferred if later else reads).update(_reads_before_binding(node))
+    return Names(*map(frozenset, (binds, reads, deferred, assigned, needed - BUILTINS, mentioned)))
+
+
+def _classes_in(node: ast.AST, later: bool = False) -> Iterator[tuple[ast.ClassDef, bool]]:
+    """Yield all classes below `node`, and whether a function creates them when it is called."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.ClassDef):
+            yield inner, later
+        yield from _classes_in(inner, later or isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _reads_before_binding(node: ast.ClassDef) -> set[str]:
+    """Return the names that a class body binds, but may read before.
+
+    Python then reads the global variable, although symtable calls such a name local.
+    """
+    found: set[str] = set()
+    bound: set[str] = set()
+    binds = {name for inner in ast.walk(node) for name in certain_binds(inner)} | stored_names(node)
+    for statement in node.body:
+        found |= set(_loaded_names(statement)) - bound
+        bound |= certain_binds(statement)
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            bound |= stored_names(statement.target)
+    return found & binds
+
+
+def _loaded_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement of a class body reads in the scope of the class."""
+    inner: list[ast.AST] = [*ast.iter_child_nodes(node)]
+    match node:
+        case ast.Name(id=name, ctx=ast.Load()) | ast.AugAssign(target=ast.Name(id=name)):
+            yield name
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            arguments = [argument.annotation for argument in ast.walk(node.args) if isinstance(argument, ast.arg)]
+            parts = [*node.decorator_list, *default_values(node), node.returns, *arguments]
+            inner = [part for part in parts if part is not None]
+        case ast.Lambda():
+            inner = [*default_values(node)]
+        case ast.ClassDef():
+            inner = [*node.decorator_list, *node.bases, *node.keywords]
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            inner = [node.generators[0].iter]  # the rest has a scope of its own
+    for child in inner:
+        yield from _loaded_names(child)
 
 
 def _walk_own_scope(node: ast.AST) -> Iterator[ast.AST]:
@@ -113,7 +165,7 @@ def _comprehension_variables(tree: ast.Module) -> set[str]:
     return variables - outside
 
 
-def certain_binds(node: ast.stmt | None) -> frozenset[str]:
+def certain_binds(node: ast.AST | None) -> frozenset[str]:
     """Return the names that a statement binds whenever it succeeds, without a look at their former values."""
     match node:
         case ast.Assign(targets=targets):

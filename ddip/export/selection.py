@@ -378,7 +378,8 @@ def _is_harmless(execution: Execution, statements: Sequence[Statement], steps: S
 
 def _leave_out_idle(plan: Plan, choice: Choice) -> None:
     """Replace cells on ranks whose results nothing later reads by comments."""
-    deferred = {name for step in plan.steps for name in step.statement.names.deferred}
+    names_of_steps = [step.statement.names for step in plan.steps]
+    deferred = {name for names in names_of_steps for name in names.deferred | names.mentioned}
     live = {*choice.results, *PROVIDED}
     kept: list[Part] = []
     has_script = any(step.statement.script for step in plan.steps)

@@ -232,6 +232,34 @@ def test_a_variable_that_only_a_function_reads_stays() -> None:
     assert left_out(plan_of("rate = 0.1", "def f():\n    return rate", "print(f())")) == {}
 
 
+@pytest.mark.parametrize("code", ["cProfile.run('fit(limit)')", "d.query('loss > @limit')", "d.query(f'{a} > @limit')"])
+def test_a_variable_that_a_string_mentions_stays(code: str) -> None:
+    assert left_out(plan_of("limit = 3", "cProfile = d = a = print", code)) == {}
+
+
+def test_words_of_a_string_may_be_names_of_the_script() -> None:
+    assert refusals_of("print('pulled and copied by show_results')", numbers=frozenset({1})) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "is_read"),
+    [
+        ("lr = lr", True),
+        ("lr += 1", True),
+        ("m = 2 * lr\n    lr = m", True),
+        ("def lr(self, x=lr):\n        return x", True),
+        ("if True:\n        lr = 1\n    m = lr", True),
+        ("lr: float = 2\n    m = lr", False),
+        ("@property\n    def lr(self):\n        return 1\n    @lr.setter\n    def lr(self, x):\n        pass", False),
+        ("m = [lr for lr in range(3)]", False),
+    ],
+)
+def test_a_class_may_read_a_variable_before_its_own(body: str, is_read: bool) -> None:
+    plan = plan_of("lr = 0.1", f"class A:\n    {body}", "print(A)")
+    assert left_out(plan) == ({} if is_read else {1: "nothing later reads this lr"})
+    assert plan.refusals == []
+
+
 @pytest.mark.parametrize(
     ("code", "failure"),
     [
@@ -640,6 +668,7 @@ EQUAL = {
     ],
     "a guard": ["if __name__ == '__main__':\n    a = 3"],
     "a set of numbers": ["a = [x for x in {3, 1, 2}]"],
+    "a class that reads a variable of its own name": ["n = 2", "class A:\n    n = n", "a = A.n"],
 }
 """Sessions of one rank, whose scripts give the same values."""
 
