@@ -9,10 +9,12 @@ import ast
 import io
 import itertools
 import math
+import re
 import shlex
 import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ddip.errors import ranks_text
@@ -31,6 +33,13 @@ MOVABLE = {
 """Decorators that read no other variables when the definition runs."""
 CHANGING = ("setattr", "delattr", "patch", "subprocess", "environ", "putenv", "chdir", "set_start_method", "reload")
 """Names with which code may change the meaning of later imports and definitions."""
+FIXED_MODULES = ("torch", "torch.nn", "nn", "torch.nn.functional", "F", "math", "numpy", "np")
+"""Modules, by their usual names, whose attributes are the same before the process has joined its group."""
+GROUP_FUNCTIONS = ("init_process_group", "destroy_process_group")
+"""Functions of torch that the script may replace, so that their imports stay below that."""
+PLOTS = re.compile(r"\b(matplotlib|seaborn)\b|\.plot")
+KEPT_FIGURES = re.compile(r"\bclose_figures\b|\bioff\(|\b(matplotlib|mpl)\.use\(|switch_backend|%matplotlib (?!inline)")
+"""Code after which the notebook does not close the figures that it has shown."""
 OURS = ("os", "torch", "torch.distributed", "subprocess")
 """Modules that the script imports itself, at least if its text has their names."""
 HEADER = '''\
@@ -277,8 +286,8 @@ def _arrange_steps(plan: Plan) -> _Layout:
         is_early = bool((names.binds - layout.names) & (read | code_names.BUILTINS | PROVIDED))
         if node is not None and same and not is_early and step.ranks is EVERYWHERE:
             if isinstance(node, IMPORTS):
-                joins = isinstance(node, ast.ImportFrom) and "init_process_group" in names.binds
-                if not (is_changed or joins or code_names.untrusted_import(node)):
+                is_replaced = any(alias.name in GROUP_FUNCTIONS for alias in node.names)
+                if not (is_changed or is_replaced or code_names.untrusted_import(node)):
                     layout.imports += _import_lines(node)
                     layout.hoisted.add(id(step))
             elif isinstance(node, DEFINITIONS) and _can_move(node, is_changed):
@@ -301,21 +310,34 @@ def _can_move(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, is_ch
         if is_changed:
             return False
         parts: list[ast.AST] = [*node.bases, *node.keywords]
+        values: list[ast.AST] = []
         for member in node.body:
             if isinstance(member, DEFINITIONS):
                 if not _can_move(member, is_changed):
                     return False
             else:
                 parts.append(member)
+                values += [member.value or member.target] if isinstance(member, ast.AnnAssign) else [member]
     else:
-        parts = [*code_names.default_values(node)]
-    inner = [inner_node for part in [*parts, *node.decorator_list] for inner_node in ast.walk(part)]
-    if any(isinstance(inner_node, ast.Call) for part in parts for inner_node in ast.walk(part)):
+        parts = values = [*code_names.default_values(node)]
+    if any(isinstance(inner_node, ast.Attribute) and not _is_fixed(inner_node) for inner_node in _walk_all(values)):
+        return False
+    inner = [*_walk_all([*parts, *node.decorator_list])]
+    if any(isinstance(inner_node, ast.Call) for inner_node in _walk_all(parts)):
         return False
     decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
     return {ast.unparse(decorator) for decorator in decorators} <= MOVABLE and not (
         is_changed and (node.decorator_list or any(isinstance(inner_node, ast.Attribute) for inner_node in inner))
     )
+
+
+def _walk_all(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    return itertools.chain.from_iterable(map(ast.walk, nodes))
+
+
+def _is_fixed(node: ast.Attribute) -> bool:
+    """Return True if an attribute is no state of the process, such as the default process group."""
+    return ast.unparse(node.value) in FIXED_MODULES
 
 
 def _may_change(node: ast.stmt) -> bool:

@@ -408,12 +408,24 @@ def test_an_import_after_a_change_of_the_environment_stays() -> None:
         "@y\ndef f():\n    pass",
         "class f:\n    made = print(1)",
         "@register\ndef f():\n    pass",
+        "def f(group=dist.group.WORLD):\n    pass",
+        "class f:\n    group: object = dist.group.WORLD",
+        "class f:\n    y = y",
     ],
 )
 def test_a_definition_that_reads_a_variable_stays_in_place(definition: str) -> None:
-    body = main_of(script_of("y = register = print", definition, "print(f)"))
+    body = main_of(script_of("import torch.distributed as dist\ny = register = print", definition, "print(f)"))
     assert definition in body
     assert body.startswith("global f")
+
+
+@pytest.mark.parametrize(
+    "definition",
+    ["def f(x=torch.nn.ReLU, y=math.pi):\n    pass", "class f(torch.nn.Module):\n    x: torch.distributed.Work = None"],
+)
+def test_a_definition_with_constants_of_modules_moves(definition: str) -> None:
+    text = script_of("import math, torch", definition, "print(f)")
+    assert text.index(definition) < text.index("def main")
 
 
 def test_a_name_of_python_keeps_its_meaning_before() -> None:
