@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ddip.errors import ranks_text
 from ddip.export import code_names
 from ddip.export.code_names import IMPORTS, PROVIDED
-from ddip.export.record import Choice, Session
+from ddip.export.record import Choice, Execution, Session
 from ddip.export.selection import EVERYWHERE, LeftOut, Part, Plan, Refusal, Step
 from ddip.export.translation import comment_out
 
@@ -66,7 +66,7 @@ def start_rank() -> None:
     sys.path.insert(0, "")  # modules in the working directory, as in a notebook
     {use_device}{for_hf}torch.set_num_threads({threads})
     torch.distributed.init_process_group("{backend}")
-{use_app}    random.seed(SEEDS[rank])
+{join_cells}{use_app}    random.seed(SEEDS[rank])
     torch.manual_seed(SEEDS[rank])
     with contextlib.suppress(ImportError):
         import numpy
@@ -88,14 +88,63 @@ AGAIN = """\
 
     torch.distributed.init_process_group = join_once
 """
+STAY = """\
+    leave = torch.distributed.destroy_process_group
+
+    def leave_subgroup(group=None) -> None:
+        if group not in (None, torch.distributed.group.WORLD):  # as in cells, after which ddip rebuilds that group
+            leave(group)
+
+    torch.distributed.destroy_process_group = leave_subgroup
+    end_rank.leave = leave
+"""
+LEAVE = "        torch.distributed.destroy_process_group = end_rank.leave\n"
+SHOW_FIGURES = """\
+    with contextlib.suppress(ImportError):
+        import matplotlib.pyplot
+
+        show_figures = matplotlib.pyplot.show
+
+        def show_and_close(*arguments, **options) -> None:
+            show_figures(*arguments, **options)
+            close_figures()  # as in the notebook
+
+        matplotlib.pyplot.show = show_and_close
+"""
 END = '''\
 def end_rank() -> None:
     """Leave the process group."""
     import torch.distributed
 
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+{restore}        torch.distributed.destroy_process_group()
+{forget}'''
+CLOSE_FIGURES = '''\
+def close_figures() -> None:
+    """Close all figures of matplotlib, as the notebook did at the end of each cell."""
+    import sys
+
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 '''
+JOIN_CELLS = """\
+    global cell_group
+    import datetime
+
+    cell_group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+"""
+"""Forms a group of all ranks that waits for a long cell on one rank, unlike groups with the timeout of torch."""
+FORGET_CELLS = """\
+    global cell_group
+    cell_group = None  # whose threads would otherwise run until Python ends, which may then abort
+"""
+END_CELL = '''\
+def end_cell() -> None:
+    """{summary}"""
+{lines}
+'''
+WAIT = "Wait until all ranks have run the cells above, as the session did."
+CLOSE = "Close all figures, as the notebook did."
 FROM_RANKS = '''\
 def from_ranks(value: object) -> list:
     """Return the value of each rank; all ranks call this together."""
@@ -200,18 +249,26 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     main = "run_cells" if "main" in names or any(step.statement.script for step in plan.steps) else "main"
     options: dict[str, object] = {}
     app = _needed_app(session, text)
-    body = _main_text(plan, layout, session, choice, options, begins_cells=bool(app))
+    local = "" if last_line else "\n".join(line for _, lines in plan.shown for line in lines)
+    waits, plots = session.size > 1, bool(PLOTS.search(text + local)) and not KEPT_FIGURES.search(text)
+    body = _main_text(plan, layout, session, choice, options, begins_cells=bool(app), ends_cells=waits or plots)
     facts = {
         "size": session.size,
         "backend": session.backend,
         "threads": session.threads,
         "seeds": session.seeds,
         "for_hf": f"{FOR_HF}\n    " if session.app == "hf" and session.device == "cpu" and not app else "",
+        "join_cells": JOIN_CELLS if "end_cell()" in body and waits else "",
         "use_app": USE_APP.format(app=app) if app else "",
         "use_device": "" if session.device == "cpu" else f"torch.{session.device}.set_device(device)\n    ",
     }
     joins_again = "init_process_group" in text or "run_script" in text
-    helpers = [START.format(**facts) + (AGAIN if joins_again else ""), END]
+    leaves = "destroy_process_group" in text
+    patches = AGAIN * joins_again + STAY * leaves + SHOW_FIGURES * plots
+    end = END.format(restore=LEAVE * leaves, forget=FORGET_CELLS * bool(facts["join_cells"]))
+    helpers = [START.format(**facts) + patches, end]
+    helpers += [CLOSE_FIGURES] if plots else []
+    helpers += [_end_cell_text(waits, plots)] if "end_cell()" in body else []
     helpers += [PULLS] if "pulled." in text else []
     helpers += [FROM_RANKS] if "from_ranks(" in text else []
     helpers += [PUSHES.format(file=data)] if plan.data else []
@@ -224,7 +281,7 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     assigned = {name for step in plan.steps for name in step.statement.names.binds}
     helpers += [DISPLAY] if "display" in names - assigned else []
     imports += ["from ddip.apps.script_app import begin_cell, use_app"] if app else []
-    shown = "" if last_line else _shown_text(plan)
+    shown = _shown_text(plan, plots) if local else ""
     helpers += [SHOW.format(lines=shown)] if shown else []
     bound = {name for step in plan.steps if id(step) not in layout.hoisted for name in step.statement.names.binds}
     opening = f'def {main}() -> None:\n    """Run the cells in the order of the session."""\n'
@@ -391,11 +448,16 @@ def _main_text(
     options: dict[str, object],
     *,
     begins_cells: bool,
+    ends_cells: bool,
 ) -> str:
     """Return the body of ``main``; adds the options that it needs, with their defaults, to `options`.
 
-    `begins_cells`: notify the session's app of each cell.
+    `begins_cells`: notify the session's app of each cell; `ends_cells`: call ``end_cell()`` between cells with an
+    effect, except for cells that ran at the same time.
     """
+    events = [event for event in session.events if isinstance(event, Execution) and event.overlaps]
+    at_once = {number for event in events for number in (event.number, event.overlaps)}
+    effective, end = 0, 0  # number of the last cell with an effect, and its end in `lines`
     has_options = {event.number for event in session.events if getattr(event, "is_param", False)}
     is_assigned = any("rank" in step.statement.names.binds | step.statement.names.sets for step in plan.steps)
     own_rank = "torch.distributed.get_rank()" if is_assigned else "rank"
@@ -435,7 +497,18 @@ def _main_text(
             body += "" if any(step.statement.node for step in steps) else "\npass"
             body = f"if {own_rank} {f'== {ranks[0]}' if len(ranks) == 1 else f'in {ranks}'}:\n" + _indent_code(body)
         lines.append(body)
+        if any(map(_has_effect, steps)):
+            if ends_cells and effective not in (0, first.number) and not at_once >= {effective, first.number}:
+                lines.insert(end, "end_cell()")
+            effective, end = first.number, len(lines)
     return _indent_code("\n".join(lines).strip("\n") + "\npass" * (not plan.steps)) + "\n"
+
+
+def _has_effect(step: Step) -> bool:
+    """Return True if a step may do something that other ranks notice, such as write a file."""
+    statement, node = step.statement, step.statement.node
+    is_quiet = code_names.is_pure(node) or (isinstance(node, IMPORTS) and not code_names.untrusted_import(node))
+    return bool(statement.script) or not (is_quiet or statement.pull is not None)
 
 
 def _block_of(part: Part) -> tuple[object, ...]:
@@ -472,9 +545,16 @@ def _option_line(name: str, default: object) -> str:
     return f"parser.add_argument({'--' + name.replace('_', '-')!r}, dest={name!r}, {kind}, default={default!r})"
 
 
-def _shown_text(plan: Plan) -> str:
-    lines = [f"# cell {number} of the notebook\n" + "\n".join(code) + "\n" for number, code in plan.shown]
+def _shown_text(plan: Plan, closes_figures: bool) -> str:
+    first = ["close_figures()"] * closes_figures
+    lines = [f"# cell {number} of the notebook\n" + "\n".join([*first, *code]) + "\n" for number, code in plan.shown]
     return _indent_code("\n".join(lines).rstrip("\n"))
+
+
+def _end_cell_text(waits: bool, plots: bool) -> str:
+    summary = " ".join([WAIT] * waits + [CLOSE] * plots)
+    lines = ["    close_figures()"] * plots + ["    torch.distributed.barrier(cell_group)"] * waits
+    return END_CELL.format(summary=summary, lines="\n".join(lines))
 
 
 def _indent_code(text: str) -> str:

@@ -34,6 +34,7 @@ DATA = "its value cannot be written as Python code; --data stores it in a file b
 RESERVED = (
     *("SEEDS", "start_rank", "end_rank", "run_cells", "from_ranks", "run_script", "pushed_values", "parse_options"),
     *("session_options", "show_results", "copied", "pulled", "begin_cell", "use_app"),
+    *("end_cell", "cell_group", "close_figures"),
 )
 """Names that the script uses itself."""
 
@@ -334,7 +335,7 @@ def _parse_pull(line: str, number: int) -> tuple[list[str], list[Step]]:
     from_all = "-r all" in " ".join(line.split())
     values = ", ".join(f"{'from_ranks' if from_all else 'copied'}({name})" for name in sources)
     text, read = f"pulled.append(({values},))", frozenset(sources)
-    statement = Statement(text, ast.parse(text).body[0], code_names.Names(reads=read, needs=read))
+    statement = Statement(text, ast.parse(text).body[0], code_names.Names(reads=read, needs=read), pull=line)
     return targets, [Step(statement, number, EVERYWHERE if from_all else (0,))]
 
 

@@ -36,7 +36,7 @@ class Statement:
     doubt: str = ""
     """The reason why its values may differ in a script."""
     pull: str | None = None
-    """The arguments of its ``%dipull``, in a cell of the notebook."""
+    """The arguments of its ``%dipull``, in a cell of the notebook, or of the ``%dipull`` for which it copies values."""
     script: tuple[str, ...] = ()
     """Path and arguments of the script that ``%diprun`` ran."""
     star: str = ""

@@ -305,6 +305,35 @@ def test_a_script_survives_a_round_trip(notebook: Notebook) -> None:
     assert "%diprun second.py, which has changed since" in refused.message
 
 
+ORDERED = [
+    "%%dip\nimport pathlib, time, torch\nimport matplotlib.pyplot as plt\nimport torch.distributed as dist",
+    "%%dip -r 0\ntime.sleep(0.5)\npathlib.Path('made.txt').write_text('3')",
+    "%%dip\na = float(pathlib.Path('made.txt').read_text())",
+    "%%dip -r 1\npathlib.Path('made.txt').unlink()",
+    "%%dip\nplt.plot([1])",
+    "%%dip\nb = len(plt.get_fignums())\nplt.plot([1])\nplt.show()\nb += len(plt.get_fignums())",
+    "%%dip\ndist.destroy_process_group()",
+    "%%dip\nc = torch.ones(1)\ndist.all_reduce(c)",
+    "%%dip\ndef size_of(group=dist.group.WORLD):\n    return group.size()\nd = size_of()\ndel size_of",
+    "%dipull c\ndisplay(c)",
+]
+"""Cells that need the end of the former ones on all ranks, without figures and with the group."""
+
+
+@pytest.mark.grid(in_ci=True)
+def test_cells_of_the_script_begin_as_in_the_session(notebook: Notebook) -> None:
+    pytest.importorskip("matplotlib", reason="the environments of other platforms have no matplotlib")
+    restart(notebook)
+    for cell in ORDERED:
+        notebook.ok(cell)
+    assert "4 compared, largest difference 0\n" in notebook.ok("%dipexport ordered.py --check a b c d").stdout
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ordered.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=notebook.folder)
+    assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["tensor([2.])"]), ran.stderr + script_in(
+        notebook, "ordered.py"
+    )
+
+
 ODD = [
     "%autodip on",
     "import os\nimport torch\nimport random",

@@ -447,6 +447,75 @@ def test_a_cell_on_some_ranks_is_guarded() -> None:
     assert "if rank == 1:\n    x = 1\n    print(x)" in main_of(script_of(("x = 1\nprint(x)", (1,))))
 
 
+def test_cells_begin_after_the_former_ended_on_all_ranks() -> None:
+    text = script_of(("open('x', 'w').close()", (0,)), "n = 1", "print(open('x').read(), n)")
+    assert "    open('x', 'w').close()\nend_cell()\n\n# cell 2\nn = 1\n\n# cell 3\nprint(" in main_of(text)
+    assert "    torch.distributed.barrier(cell_group)\n" in text
+    assert text.index("cell_group = torch.distributed.new_group(") < text.index("    main()\n")
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["x = 1\ny = 2", "print(x, y)"],
+        ["import json", "print(json)"],
+        ["print(1)\nprint(2)"],
+        [Execution(1, "serve()", (0,), overlaps=2), Execution(2, "ask()", (1,), overlaps=1)],
+    ],
+)
+def test_no_rank_waits_between_cells_that_need_no_order(cells: list[Cell]) -> None:
+    session, choice = session_of("serve = ask = print", *cells), Choice()
+    text = script.write_script(selection.plan_script(session, choice), session, choice, "train.py")
+    assert "end_cell" not in text
+    assert "cell_group" not in text
+
+
+def test_one_rank_waits_for_none() -> None:
+    session = Session((5,), events=(Execution(1, "print(1)", (0,)), Execution(2, "print(2)", (0,))))
+    choice = Choice()
+    assert "end_cell" not in script.write_script(selection.plan_script(session, choice), session, choice, "train.py")
+
+
+def test_figures_are_closed_as_in_the_notebook() -> None:
+    code = "import matplotlib.pyplot as plt", "plt.plot([1])", "plt.plot([2])\nplt.show()"
+    text = script_of("x = 1", *code, ("%dipull x\nplt.plot(x)", IN_NOTEBOOK))
+    assert "plt.plot([1])\nend_cell()\n\n# cell 4\nplt.plot([2])" in main_of(text)
+    assert 'sys.modules["matplotlib.pyplot"].close("all")' in text
+    assert "matplotlib.pyplot.show = show_and_close" in text
+    assert text.partition("def end_cell()")[2].partition("def ")[0].count("close_figures()") == 1
+    session = Session((5,), events=tuple(Execution(n, cell, (0,)) for n, cell in enumerate(code, 1)))
+    alone = script.write_script(selection.plan_script(session, Choice()), session, Choice(), "train.py")
+    assert "plt.plot([1])\nend_cell()\n" in main_of(alone)
+    assert "barrier" not in alone
+
+
+def test_figures_of_the_shown_code_begin_empty() -> None:
+    cells = ("x = 1", ("import seaborn\n%dipull x\nseaborn.lineplot(x)", IN_NOTEBOOK))
+    text = script_of(*cells)
+    assert "# cell 2 of the notebook\n    close_figures()\n" in text
+
+
+@pytest.mark.parametrize("code", ["%config InlineBackend.close_figures = False", "plt.ioff()", "%matplotlib widget"])
+def test_figures_that_the_notebook_kept_stay(code: str) -> None:
+    text = script_of("import matplotlib.pyplot as plt", code, "plt.plot([1])", "plt.plot([2])")
+    assert "close_figures()" not in text
+
+
+def test_a_group_that_a_cell_destroys_stays() -> None:
+    code = "import torch.distributed as dist\nfrom torch.distributed import destroy_process_group as leave"
+    text = script_of(code, "dist.destroy_process_group()", "print(dist.get_rank())")
+    assert "torch.distributed.destroy_process_group = leave_subgroup" in text
+    assert "from torch.distributed import destroy_process_group as leave" in main_of(text)
+    namespace: dict[str, object] = {"end_rank": types.SimpleNamespace(), "torch": torch}
+    left: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "destroy_process_group", left.append)
+        exec("if True:\n" + script.STAY, namespace)
+        torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group("a group")  # type: ignore[arg-type]
+        assert left == ["a group"]
+
+
 def test_strings_keep_their_lines() -> None:
     assert 'print("""a\n  b""")' in script_of('print("""a\n  b""")')
 
