@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
-BUILTINS = frozenset(dir(builtins)) | {"__name__", "__doc__"}
+OF_IPYTHON = {"display", "get_ipython", "__IPYTHON__"}
+"""Names that IPython adds to those of Python in the notebook's process."""
+BUILTINS = frozenset(dir(builtins)) - OF_IPYTHON | {"__name__", "__doc__"}
 PROVIDED = frozenset({"rank", "world_size", "device"})
 """Variables that ddip, and the script, define on each rank."""
 TRUSTED = sys.stdlib_module_names | {"torch", "numpy"}

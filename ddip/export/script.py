@@ -279,7 +279,8 @@ def write_script(plan: Plan, session: Session, choice: Choice, name: str, data: 
     imports = [f"import {module}" for module in OURS if module != "subprocess" or "subprocess.run(" in text]
     imports += ["import argparse"] if options else []
     assigned = {name for step in plan.steps for name in step.statement.names.binds}
-    helpers += [DISPLAY] if "display" in names - assigned else []
+    local_names = code_names.names_of(local).everything if local else frozenset()
+    helpers += [DISPLAY] if "display" in (names | local_names) - assigned else []
     imports += ["from ddip.apps.script_app import begin_cell, use_app"] if app else []
     shown = _shown_text(plan, plots) if local else ""
     helpers += [SHOW.format(lines=shown)] if shown else []

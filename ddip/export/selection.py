@@ -293,6 +293,7 @@ class _LocalCode:
                 - BUILTINS
                 - known
                 - imports.keys()
+                - {"display"}
             )
             why = why or statement.problem or (f"it reads the notebook's {missing[0]}" if missing else "")
             known |= statement.names.binds
@@ -301,10 +302,12 @@ class _LocalCode:
             (statement.names.reads | statement.names.deferred) & self._known for statement in statements
         )
         self._imports += [statement for statement in statements if isinstance(statement.node, IMPORTS)]
-        if not is_user or execution.failure:
-            return
         if steps and "%dipush" in execution.code:
             why = why or "it pulls and pushes, in an order that ddip does not know"
+        if why or execution.failure or not is_user:
+            self._known -= {name for statement in statements for name in _changed_names(statement)}
+        if not is_user or execution.failure:
+            return
         if why:
             yield LeftOut(execution.number, f"the notebook ran it: {why}", execution.code)
             return
@@ -312,6 +315,17 @@ class _LocalCode:
         first = [statement.text.strip() for statement in dict.fromkeys(used.values())]
         self._known, self._pulls = known.union(used), pulls
         self.shown.append((execution.number, [*first, *lines]))
+
+
+def _changed_names(statement: Statement) -> set[str]:
+    """Return the variables that a statement assigns, or of which it assigns items or attributes."""
+    if statement.pull is not None:
+        return set(re.findall(r"\w+", statement.pull))
+    names = {*statement.names.binds, *statement.names.sets}
+    for node in ast.walk(statement.node) if statement.node is not None else ():
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            names.update(inner.id for inner in ast.walk(node.value) if isinstance(inner, ast.Name))
+    return names
 
 
 def _parse_pull(line: str, number: int) -> tuple[list[str], list[Step]]:

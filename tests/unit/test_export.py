@@ -589,6 +589,22 @@ def test_code_for_pulled_values_runs_on_rank_0_last() -> None:
     assert "print(math.pi, x, all_x)" in shown
 
 
+def test_display_of_a_pulled_value_prints_it() -> None:
+    text = script_of("x = [1]", ("%dipull x\ndisplay(x)", IN_NOTEBOOK))
+    assert text.count("def display(") == 1
+    assert "    display(x)" in text.partition("def show_results")[2]
+
+
+@pytest.mark.parametrize(
+    "code", ["x = mine", "x = 3", "x[0] = mine", "%dipull --now x", "x, y = mine, 2", "def x(): pass"]
+)
+def test_a_pulled_value_that_other_code_changes_is_unknown(code: str) -> None:
+    plan = plan_of("x = [1]", ("%dipull x", IN_NOTEBOOK), (code, IN_NOTEBOOK), ("print(x)", IN_NOTEBOOK))
+    assert [number for number, _ in plan.shown] == [2]
+    failed = Execution(3, "x = 2\n1 / 0", None, "it failed")
+    assert len(plan_of("x = [1]", ("%dipull x", IN_NOTEBOOK), failed, ("print(x)", IN_NOTEBOOK)).shown) == 1
+
+
 @pytest.mark.parametrize(
     "code", ["%dipull --now x\nprint(x)", "%dipull x\nprint(x, mine)", "%dipull -r 1 x", "y = %dipull x"]
 )
