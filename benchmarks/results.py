@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib import pyplot
-from rows import HEAD, Row, interval, load_rows
+from rows import HEAD, Row, format_number, interval, load_rows
 
 TITLES = {
     "start": "Start",
@@ -102,7 +102,7 @@ def growth_tables(rows: Sequence[Row], plots: Path) -> list[str]:
         head = f"| {found[0].unit}, over {axis} | {' | '.join(map(str, sizes))} |"
         page += ["", head, "|---" * (len(sizes) + 1) + "|"]
         for what in dict.fromkeys(row.what for row in found):
-            medians = {row.ranks: f"{statistics.median(row.ours):.3g}" for row in found if row.what == what}
+            medians = {row.ranks: format_number(statistics.median(row.ours)) for row in found if row.what == what}
             page.append(f"| {what} | {' | '.join(medians.get(size, '') for size in sizes)} |")
         file = plots / f"growth_{axis.split()[0]}.svg"
         if plot_rows([row for row in found if row.what in GROWING], file):

@@ -74,11 +74,11 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def format_median(values: Sequence[float]) -> str:
     """Format the median and its interval."""
-    middle = _format_number(statistics.median(values))
-    return middle if len(set(values)) == 1 else f"{middle} ({' to '.join(map(_format_number, interval(values)))})"
+    middle = format_number(statistics.median(values))
+    return middle if len(set(values)) == 1 else f"{middle} ({' to '.join(map(format_number, interval(values)))})"
 
 
-def _format_number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with three digits, or all digits of its integer part."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
