@@ -70,9 +70,9 @@ def _sections(page: str) -> Iterator[tuple[str, list[str]]]:
 
 def _read_row(section: str, line: str) -> Result | None:
     cells = [cell.strip() for cell in line.strip("|").split(" |")]
-    if len(cells) != 4 or not cells[1].isdigit():
-        return None
     what, _, unit = cells[0].rpartition(", ")
+    if len(cells) != 4 or not cells[1].isdigit() or not what:
+        return None
     found = [peer for text in cells[3].split("; ") if (peer := PEER.fullmatch(text))]
     peers, ratios = {peer[1]: peer[2] for peer in found}, {peer[1]: peer[3] for peer in found}
     return Result(section, what, unit, int(cells[1]), cells[2].split()[0], peers, ratios)

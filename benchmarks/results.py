@@ -99,7 +99,7 @@ def growth_tables(rows: Sequence[Row], plots: Path) -> list[str]:
     for axis in dict.fromkeys(row.axis for row in rows):
         found = [row for row in rows if row.axis == axis]
         sizes = sorted({row.ranks for row in found})
-        head = f"| {found[0].unit}, over {axis} | {' | '.join(map(str, sizes))} |"
+        head = f"| over {axis} ({found[0].unit}) | {' | '.join(map(str, sizes))} |"
         page += ["", head, "|---" * (len(sizes) + 1) + "|"]
         for what in dict.fromkeys(row.what for row in found):
             medians = {row.ranks: format_number(statistics.median(row.ours)) for row in found if row.what == what}
