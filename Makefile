@@ -15,7 +15,7 @@
 # make fuzz-training  cause faults in training loops, and compare the ranks; FAULTS=100 SEED=2
 # make fuzz-saves     kill sessions and ranks while they save, and load each save; KILLS=50 SEED=2
 # make fuzz-objects   send random object graphs through pickling; GRAPHS=100 SEED=2
-# make check          run ruff, the format check, mypy and the import rules
+# make check          run ruff, the format check, mypy, the import rules and tests/source
 # make format         fix what ruff can fix
 # make bench          run the benchmarks, and write benchmarks/RESULTS.md
 # make docs           build the documentation in build/docs; a warning is an error
@@ -98,6 +98,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/source
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

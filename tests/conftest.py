@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import zlib
 from collections.abc import Generator, Iterator
 from importlib import metadata
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from .cluster import meanwhile
+
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema does without it; its import takes 4 s
 
 HERE = Path(__file__).parent
 TORCH = tuple(map(int, metadata.version("torch").split(".")[:2]))
@@ -48,7 +51,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Use two processes for all tests or a whole folder, and none for a selection."""
     folders = {HERE, *(HERE / name for name in ("cluster", "frameworks", "system"))}
     whole = folders & {Path(arg).resolve() for arg in config.args}
-    return 2 if whole and not (config.option.keyword or config.option.lf) else 0
+    return 2 if whole and not (config.option.keyword or getattr(config.option, "lf", False)) else 0
 
 
 @pytest.fixture(scope="session", autouse=True)

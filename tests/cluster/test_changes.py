@@ -282,6 +282,7 @@ def test_an_interrupted_start_leaves_nothing() -> None:
         assert sums_of_ranks(group) == [1]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_start_stopped_while_connecting_leaves_no_client() -> None:
     """The controller answers the client after the start has been stopped."""
     before = set(threading.enumerate())
@@ -377,6 +378,7 @@ def test_the_end_of_the_controller_is_reported_in_every_cell(own_group: ddip.Gro
     assert sums_of_ranks(own_group) == [3, 3]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_fork_of_the_owner_does_not_end_the_group(own_group: ddip.Group) -> None:
     child = os.fork()
     if child == 0:

@@ -118,6 +118,7 @@ def test_a_fault_costs_one_step(ranks: ddip.Group, kind: str) -> None:
     continue_training(ranks, kind)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_restore_drops_gradients_that_are_not_reduced_yet(ranks: ddip.Group) -> None:
     train_four_steps(ranks, "fsdp")
     ranks.run("""

@@ -13,7 +13,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 import ddip
 from ddip.protocol import on_rank
 
-from .conftest import loaded_notebook
 from .notebook import Notebook
 from .variants import few
 
@@ -65,10 +64,10 @@ def restart(notebook: Notebook) -> None:
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """Start a notebook of these tests alone, since an export imports torch in it."""
-    with loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
-        yield notebook
+def notebook(shared_notebook: Notebook) -> Iterator[Notebook]:
+    """Return the shared notebook, whose sessions are of these tests until their end."""
+    yield shared_notebook
+    shared_notebook.ok("%autodip off\n%makedip -n 3")
 
 
 @pytest.fixture(scope="module")

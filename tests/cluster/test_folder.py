@@ -172,6 +172,7 @@ def test_removing_the_folder_leaves_the_group_unchanged(
     assert [member.pid for member in group.members] == former
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_profile_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "profile_default").touch()  # not a folder
     code = "import ddip\ntry: ddip.Group(1)\nexcept ddip.GroupError as error: print(error)"

@@ -134,6 +134,7 @@ def test_a_fork_while_other_threads_print_does_not_hang(notebook: Notebook) -> N
     notebook.ok(FORK + code)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_rank_that_writes_faster_than_it_sends_waits(notebook: Notebook) -> None:
     """Fill the queue of the sending thread: writes wait while that thread orders the output."""
     output = notebook.ok("""%%dip -S 0

@@ -119,7 +119,7 @@ DDPS = {
 }
 
 
-@pytest.mark.parametrize("kind", few(DDPS, "plain", "a static graph"))
+@pytest.mark.parametrize("kind", few(DDPS, "plain"))
 def test_a_wrapper_continues_after_an_error_in_backward_everywhere(
     cells: ddip.Group, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,25 +71,10 @@ def assert_ended(kept: KeptGroup) -> None:
     assert_nothing_left(kept.pid)
 
 
-@pytest.fixture(scope="module")
-def shared_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """Start a notebook with a kept group of two ranks."""
-    notebook = Notebook(tmp_path_factory.mktemp("kept"))
+def train_without_kernel(notebook: Notebook, end: Callable[[Notebook], None]) -> KeptGroup:
+    """Start a kept group in `notebook` that trains for ten steps; `end` ends the kernel after the third."""
     kept = start(notebook)
-    yield notebook
-    notebook.ok("%makedip -k")
-    assert_ended(kept)
-    notebook.shut_down()
-    assert_nothing_left(notebook.pid)
-
-
-@pytest.mark.parametrize("end", [Notebook.kill, pytest.param(Notebook.restart, marks=pytest.mark.grid(in_ci=True))])
-def test_training_goes_on_while_no_kernel_is_attached(
-    new_notebook: Callable[[], Notebook], tmp_path: Path, end: Callable[[Notebook], None]
-) -> None:
-    notebook = new_notebook()
-    kept = start(notebook)
-    go, done = tmp_path / "go", tmp_path / "done"
+    go, done = notebook.folder / "go", notebook.folder / "done"
     cell = notebook.begin(
         f"%%dip --bg\nstate = make()\nlosses = train(state, 10, {str(go)!r})\n"
         f"dist.barrier()\nif rank == 0: open({str(done)!r}, 'w').close()"
@@ -100,15 +85,44 @@ def test_training_goes_on_while_no_kernel_is_attached(
     wait_until(lambda: not kept.is_claimed, what="the end of the kernel")
     go.touch()
     wait_until(done.exists, what="the end of the training")
-    other = new_notebook()
-    other.ok("%load_ext ddip")
-    shown = other.ok(f"%makedip --attach {kept.name}")
+    return kept
+
+
+def attach(notebook: Notebook, kept: KeptGroup) -> Notebook:
+    """Attach `notebook` to the group."""
+    notebook.ok("%load_ext ddip")
+    shown = notebook.ok(f"%makedip --attach {kept.name}")
     assert shown.stdout.startswith("ddip: 2 ranks on the CPU, gloo")
+    return notebook
+
+
+@pytest.fixture(scope="module")
+def shared_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    """Attach a notebook to a group of two ranks, which has trained since its first kernel was killed."""
+    first = Notebook(tmp_path_factory.mktemp("first"))
+    kept = train_without_kernel(first, Notebook.kill)
+    notebook = attach(Notebook(tmp_path_factory.mktemp("kept")), kept)
+    yield notebook
+    notebook.ok("%makedip -k")
+    assert_ended(kept)
+    for ended in (first, notebook):
+        ended.shut_down()
+        assert_nothing_left(ended.pid)
+
+
+def test_training_goes_on_while_no_kernel_is_attached(shared_kept: Notebook) -> None:
     steps = [f"step {step}\n" for step in range(10)]
-    wait_until(lambda: "".join(steps) in other.ok("%dipcell").text, what="all output of the cell")
-    number = other.ok("%%dip\nassert_same_training(losses, state, 10)\nlosses = train(state, 10)").number
+    wait_until(lambda: "".join(steps) in shared_kept.ok("%dipcell").text, what="all output of the cell")
+    number = shared_kept.ok("%%dip\nassert_same_training(losses, state, 10)\nlosses = train(state, 10)").number
     assert number is not None and number > 5  # the numbers of cells continue
-    other.ok("%makedip -k")
+
+
+@pytest.mark.grid(in_ci=True)
+def test_training_goes_on_while_a_kernel_restarts(new_notebook: Callable[[], Notebook]) -> None:
+    notebook = new_notebook()
+    kept = train_without_kernel(notebook, Notebook.restart)
+    test_training_goes_on_while_no_kernel_is_attached(attach(notebook, kept))
+    notebook.ok("%makedip -k")
     assert_ended(kept)
 
 

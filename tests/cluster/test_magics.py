@@ -140,13 +140,13 @@ def test_loading_imports_no_torch_and_offers_the_settings(bare_notebook: Noteboo
     assert "DipMagics.timeout" in bare_notebook.ok("%config DipMagics").stdout
 
 
-def test_makedip_shows_the_new_group_and_needs_no_torch(notebook: Notebook) -> None:
-    notebook.ok("%makedip -n 2")
-    shown = notebook.ok("%makedip -n 3")
+def test_makedip_shows_the_new_group_and_needs_no_torch(bare_notebook: Notebook) -> None:
+    bare_notebook.ok("%makedip -n 2")
+    shown = bare_notebook.ok("%makedip -n 3")
     steps = [bundle["text/plain"] for bundle in shown.data]
     assert any(step.startswith("ddip: 3 of 3 engines are up  ━") for step in steps)
     assert re.fullmatch(r"ddip: 3 ranks on the CPU, gloo, \d+\.\d s", steps[-1])
-    notebook.ok("import sys; assert 'torch' not in sys.modules")
+    bare_notebook.ok("import sys; assert 'torch' not in sys.modules")
 
 
 def test_a_comment_may_end_the_line_of_a_magic(notebook: Notebook) -> None:

@@ -279,6 +279,7 @@ def test_large_objects_arrive_on_all_ranks_and_leave_nothing(
     assert sorted(path.name for path in cells.cluster.run_folder.iterdir()) == before
 
 
+@pytest.mark.grid(in_ci=True)
 def test_pushed_memory_is_shared_until_a_rank_changes_it(cells: ddip.Group) -> None:
     cells.push({"array": np.ones(8 * LARGE, np.uint8), "tensor": torch.ones(8 * LARGE, dtype=torch.uint8), "small": 1})
     cells.run("""
@@ -568,6 +569,7 @@ def test_a_finished_transfer_leaves_no_objects(cells: ddip.Group) -> None:
     wait_until(lambda: all(now <= then for now, then in zip(table_sizes(), before, strict=True)), 10, f"{before} again")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_objects_are_freed_as_soon_as_they_have_travelled(cells: ddip.Group) -> None:
     """Free objects without the cycle collector, which runs rarely if there are many objects."""
     size = 1_000_000

@@ -191,6 +191,7 @@ def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_constantly_changing_dict_arrives_consistently(cells: ddip.Group, tmp_path: Path) -> None:
     code = """
 import threading

@@ -75,7 +75,7 @@ def prepare(kind):
     data = TensorDataset(inputs, targets, torch.arange(24))
     is_replica = kind in (ddp, plain)
     sampler = DistributedSampler(data, seed=3) if is_replica else None
-    loader = DataLoader(data, 4, sampler=sampler, shuffle=False)
+    loader = DataLoader(data, 8, sampler=sampler, shuffle=False)
     losses, seen, step, noise = [], [], 0, np.random.default_rng(rank if is_replica else 0)
 
 def train(steps):
@@ -105,7 +105,7 @@ KINDS = {"ddp": 2, "plain": 2, "fsdp": 2, "tensor_parallel": 2, "both": 4}
 
 
 def train_on(group: ddip.Group) -> list[Any]:
-    """Train for ten steps, and return what must be equal, by rank."""
+    """Train for ten steps or epochs, and return what must be equal, by rank."""
     group.run("train(10); out = facts()")
     return [found["out"] for found in group.pull_all(["out"], range(group.world_size))[0]]
 
@@ -1123,6 +1123,7 @@ def test_attributes_of_tensors_optimizers_and_schedulers_are_those_of_the_save(c
     assert train_on(cells) == undisturbed
 
 
+@pytest.mark.grid(in_ci=True)
 def test_attributes_of_shards_are_loaded(warmed_up: None, folder: str) -> None:
     check = "assert all(p.scale == n and isinstance(p, nn.Parameter) for n, p in enumerate(model.parameters()))"
     with ddip.Group(2) as group:
@@ -1187,6 +1188,7 @@ def test_code_of_a_class_that_has_changed_since_the_save_is_kept_and_named(cells
     cells.run("assert net(0) == 2 and State.step == 1")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_stop_after_the_ranks_have_agreed_is_too_late(cells: ddip.Group, folder: str, tmp_path: Path) -> None:
     cells.run(f"""
         import pathlib, time, torch
@@ -1307,6 +1309,7 @@ def test_a_flipped_bit_is_found(cells: ddip.Group, folder: str, made: str) -> No
         cells.load(folder)
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_schedule_stops_when_ranks_are_replaced(warmed_up: None, folder: str) -> None:
     with ddip.Group(2) as group:
         group.run("weights = [1]")
@@ -1516,6 +1519,7 @@ def test_the_magics_confirm_and_name_what_is_left_out(notebook: Notebook) -> Non
     assert "not loaded: saved_list: not equal on the 3 ranks that saved, and there are 2 now; existing" in shown.stdout
 
 
+@pytest.mark.grid(in_ci=True)
 def test_saves_by_schedule_name_once_what_they_leave_out(notebook: Notebook) -> None:
     loop = "%%dip\nwhile not ddip.save_point(): time.sleep(0.05)"
     notebook.ok("%%dip\nimport ddip, time\nunsaved_iterator = (n for n in [1])")

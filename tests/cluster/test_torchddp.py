@@ -305,6 +305,7 @@ def test_a_call_without_a_group_starts_one(capsys: pytest.CaptureFixture[str]) -
     wait_until(lambda: {p.pid for p in processes_of(os.getpid())} <= before, what="the end of the groups")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_group_of_fitting_size_is_used_and_kept(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = rank")
     notebook.ok("import ddip\nfrom ddip import in_torchddp")

@@ -239,6 +239,7 @@ def test_values_that_a_page_has_not_got_yet_are_replaced_but_no_commands_are(not
 # -- bars
 
 
+@pytest.mark.grid(in_ci=True)
 def test_bars_of_tqdm_notebook_that_are_closed_leave_no_label(notebook: Notebook) -> None:
     code = """
         %%dip -S all

@@ -281,6 +281,7 @@ def test_a_wrapper_that_cannot_continue_must_be_recreated(
     cells.run("step(wrapper, torch.optim.SGD(wrapper.parameters(), 0.1), 0)\nassert same(wrapper)")
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_wrapper_with_another_memory_format_on_one_rank_does_not_continue(cells: ddip.Group) -> None:
     """DDP's reducer would add gradients in the order of their memory."""
     cells.run("""

@@ -168,6 +168,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.grid(in_ci=True)
 def test_the_threads_of_another_host_survive_odd_messages() -> None:
     host = RemoteHost("h1", [sys.executable, "-c", AGENT], "")
     try:

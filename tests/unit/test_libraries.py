@@ -114,6 +114,7 @@ def test_different_calls_extend_the_wait_on_a_loaded_machine(clock: list[float])
     assert patience.delay_at(calls[0]) == libraries.WITH_AGAIN_SECONDS
 
 
+@pytest.mark.grid(in_ci=True)
 def test_libraries_keep_no_reference_to_an_ended_cell() -> None:
     patience, finalized = libraries.InterruptDelay(), list[object]()
 

@@ -293,6 +293,7 @@ def test_a_record_that_another_user_can_change_is_not_obeyed(
         assert {path.name for path in good.iterdir()} <= {"content"}
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_record_exchanged_while_it_is_read_is_not_obeyed(place: Path, victim: subprocess.Popen[bytes]) -> None:
     """The reader sees one of the two records, and detects a link from what it has opened."""
     forged = place / "forged"

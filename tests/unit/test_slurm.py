@@ -39,8 +39,8 @@ def test_words_are_options_of_sbatch() -> None:
     [
         ("echo 7.batch", 300),
         ("[ $(wc -l < slept) -gt 3 ] || echo 7.0", 2 + 10 + 10 + 50),
-        ("[ $(wc -l < slept) -gt 1 ] || echo 7.0", 2 + 50),
-        ("exit 1", None),
+        pytest.param("[ $(wc -l < slept) -gt 1 ] || echo 7.0", 2 + 50, marks=pytest.mark.grid),
+        pytest.param("exit 1", None, marks=pytest.mark.grid),
         ("echo 7.0", None),
     ],
 )

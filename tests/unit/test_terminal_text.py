@@ -78,6 +78,7 @@ def test_output_omitted_on_the_rank_is_counted() -> None:
     assert screen.text == "line 0\nline 1\n… 996 lines left out …\nline 998\nline 999\n"
 
 
+@pytest.mark.grid(in_ci=True)
 def test_an_endless_line_uses_bounded_memory() -> None:
     screen = Screen(1000)
     for _ in range(100):

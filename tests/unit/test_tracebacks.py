@@ -103,6 +103,7 @@ def test_an_error_whose_text_raises_says_so() -> None:
     assert report.message == "(it has no text: its __str__ raised TypeError)"
 
 
+@pytest.mark.grid(in_ci=True)
 def test_a_text_of_a_gigabyte_is_cut() -> None:
     report = tell_in_time(ValueError("x" * 10**9))
     assert report.message.endswith("(1,000,000,000 characters)") and len(report.message) < 11_000 and not report.whole
@@ -179,6 +180,7 @@ def test_a_traceback_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_error(exception_of("1 / 0"), None).traceback[-1] == "ZeroDivisionError: division by zero"
 
 
+@pytest.mark.grid(in_ci=True)
 def test_sources_parsed_for_ipython_tracebacks_can_be_freed() -> None:
     pytest.importorskip("stack_data", reason="IPython 7 keeps no sources")
     import torch
