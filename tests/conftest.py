@@ -29,6 +29,15 @@ NOT_SAMPLED = {
     "hosts": "attach diprun kept_hosts objects peek rest slurm_groups slurm_lost",
 }
 """Files of these folders that ``--sample`` leaves out. It is by file, since tests of one page follow each other."""
+MAKE_OPTIMIZERS = (
+    "test_agreement",
+    "test_dist_state_contents",
+    "test_holders",
+    "test_object_graphs",
+    "test_pickling",
+    "test_walk",
+)
+"""Files whose tests make optimizers in their own process, which then imports torch._dynamo in 4 s."""
 MISSING = re.compile(f"(?:import name|no attribute|keyword argument) '({'|'.join(PUBLIC_SINCE)})'")
 
 
@@ -138,4 +147,6 @@ def _shared_resource(item: pytest.Item) -> str:
     for name in ("notebook", "bare_notebook"):
         if f"shared_{name}" in getattr(item, "fixturenames", ()):
             return name
+    if item.path.stem in MAKE_OPTIMIZERS:
+        return "optimizers"
     return "fastai" if item.path.name.startswith("test_fastai") else item.path.name  # one preload process imports it

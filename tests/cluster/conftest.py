@@ -42,12 +42,19 @@ def own_ipython_folder(tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
         assert run_folders() == []
 
 
+@contextlib.contextmanager
+def whole_preload() -> Iterator[None]:
+    """Let preload processes that start here import everything, as those of users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def warmed_up(pytestconfig: pytest.Config) -> None:
     """Import everything once in the preload process, so that no rank of this process has to."""
     if preload_client.can_fork() and not pytestconfig.getoption("--spawn"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv(preload_client.ONLY_ENGINES[0])
+        with whole_preload():
             preload = preload_client.ensure_process()
         assert preload.asleep.wait(60)
 
@@ -114,7 +121,7 @@ def loaded_notebook(folder: Path) -> Iterator[Notebook]:
 @pytest.fixture(scope="session")
 def shared_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Start a notebook with ddip loaded and a group of three ranks."""
-    with loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
+    with whole_preload(), loaded_notebook(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.ok("%makedip -n 3")
         yield notebook
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from ddip.cluster.processes import preload_client
-
 from .answers import AnsweringClient
+from .conftest import whole_preload
 from .test_notebooks import HOSTS, LESSONS, NOTEBOOKS
 
 END = "%makedip -k"
@@ -121,8 +120,7 @@ def shown_by_exports(path: Path, folder: Path, exports: list[tuple[str, str]]) -
         )
         cells[line] = nbformat.v4.new_code_cell(f"%%dip local\n{line}", metadata={"tags": ["raises-exception"]})
         notebook.cells.insert(at, cells[line])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
+    with whole_preload():
         AnsweringClient(notebook, timeout=1000, resources={"metadata": {"path": str(folder)}}).execute()
     return {
         line: "".join(out.get("text", "") + out.get("evalue", "") for out in cell.outputs)

@@ -18,6 +18,7 @@ from ddip.errors import BadInput
 from ddip.kept import kept_folder
 from ddip.kept.kept_folder import KeptGroup
 
+from .conftest import whole_preload
 from .leftovers import assert_nothing_left, family_of, wait_until
 from .notebook import Notebook
 from .test_debugger import LEAVE_BREAKPOINT
@@ -99,15 +100,18 @@ def attach(notebook: Notebook, kept: KeptGroup) -> Notebook:
 @pytest.fixture(scope="module")
 def shared_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Attach a notebook to a group of two ranks, which has trained since its first kernel was killed."""
-    first = Notebook(tmp_path_factory.mktemp("first"))
+    with whole_preload():
+        first, notebook = Notebook(tmp_path_factory.mktemp("first")), Notebook(tmp_path_factory.mktemp("kept"))
+    for kernel in (first, notebook):
+        kernel.ok("get_ipython().config.DipMagics.warm = False")  # the keeper has a preload process of its own
     kept = train_without_kernel(first, Notebook.kill)
-    notebook = attach(Notebook(tmp_path_factory.mktemp("kept")), kept)
+    attach(notebook, kept)
     yield notebook
     notebook.ok("%makedip -k")
     assert_ended(kept)
-    for ended in (first, notebook):
-        ended.shut_down()
-        assert_nothing_left(ended.pid)
+    for kernel in (first, notebook):
+        kernel.shut_down()
+        assert_nothing_left(kernel.pid)
 
 
 def test_training_goes_on_while_no_kernel_is_attached(shared_kept: Notebook) -> None:

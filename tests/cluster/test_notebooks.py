@@ -13,10 +13,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from ddip.cluster.processes import preload_client
-
 from ..hosts.network import why_not_on_nb
 from .answers import AnsweringClient
+from .conftest import whole_preload
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -50,8 +49,7 @@ def checksum_of_code(notebook: nbformat.NotebookNode) -> str:
 def run_notebook(path: Path, folder: Path) -> nbformat.NotebookNode:
     """Run the notebook at `path` in `folder`; fail unless exactly the cells that are meant to raise do."""
     notebook = nbformat.read(path, as_version=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(preload_client.ONLY_ENGINES[0], raising=False)
+    with whole_preload():
         AnsweringClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
     for cell in notebook.cells:
         errors = [out.ename for out in cell.get("outputs", []) if out.output_type == "error"]
