@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -185,6 +186,25 @@ def test_libraries_read_changed_variables_on_import(monkeypatch: pytest.MonkeyPa
         assert preload_client.ensure_process().pid != second.pid
         assert settings_on_rank(group) == ["1", "1", "INFO", "here", 1]
     wait_until(lambda: second.ended)
+
+
+LIBRARIES = ["torch._dynamo", "torchvision", "sklearn", "lightning", "fastai.vision.all", "deepspeed"]
+"""Modules that set environment variables when they are imported."""
+
+
+@pytest.mark.grid(in_ci=True)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_the_notebook_imports_needs_no_new_preload_process(library: str) -> None:
+    if importlib.util.find_spec(library.partition(".")[0]) is None:
+        pytest.skip(f"{library} is not installed")
+    code = f"""if True:
+        from ddip.cluster.processes import preload_client
+        preload = preload_client.ensure_process()
+        import {library}
+        assert preload.fits()
+        preload_client.end_process()
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 @pytest.mark.grid

@@ -56,12 +56,14 @@ READ_WHEN_USED = (
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
     "PYTEST_",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
     ONLY_ENGINES[0],
 )
 """Environment variables, or their prefixes, that may change without a new preload process.
 
-Its children get the current values. Either no library reads these variables at import, or scikit-learn or pytest set
-them.
+Its children get the current values. Users change some; libraries set the others when the notebook imports them:
+scikit-learn, Lightning, and torchvision and others that import torch._dynamo.
 """
 
 
