@@ -180,13 +180,13 @@ def test_values_are_labelled_by_rank_for_visible_ranks(notebook: Notebook) -> No
 
 def test_rich_output_arrives_with_all_its_forms(notebook: Notebook) -> None:
     frame = notebook.ok("""
-        %%dip
+        %%dip -r 0
         import pandas as pd
         pd.DataFrame({'x': [1, 2]})
     """).data[0]
     assert "<table" in frame["text/html"] and frame["text/plain"].startswith("Out[0:")
     picture = notebook.ok("""
-        %%dip
+        %%dip -r 0
         import matplotlib.pyplot as plt
         plt.plot([1, 2]); plt.show()
     """).data[0]
