@@ -124,8 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_outside_sample(item: pytest.Item) -> bool:
     """Return True if ``--sample`` leaves the test out.
 
-    It leaves out some files, all but the first variant of a test of hosts, two of three scripts of the frameworks' table,
-    and most grids, decided by their names.
+    It leaves out some files, all but the first variant of a test of hosts, two of three scripts of the frameworks'
+    table, and most grids, decided by their names.
     """
     folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
     if name in NOT_SAMPLED.get(folder, "").split():
