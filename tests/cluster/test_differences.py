@@ -181,6 +181,56 @@ def test_a_fault_that_leaves_the_ranks_equal_says_nothing(
     assert capsys.readouterr().err == ""
 
 
+HIDDEN = """
+def make_hidden():
+    torch.manual_seed(0)
+    student = torch.compile(DDP(nn.Linear(4, 2)), backend="eager")
+    teacher = torch.compile(copy.deepcopy(student._orig_mod.module).requires_grad_(False), backend="eager")
+    for p in student.parameters(): p.momentum = torch.zeros_like(p)
+    def endless():
+        while True:
+            for x in torch.arange(32.0).reshape(8, 4): yield x / 32
+    return SimpleNamespace(student=student, teacher=teacher, batches=endless(), losses=[])
+
+def hidden_step(job, fails=False):
+    x = next(job.batches)
+    loss = (job.student(x) - job.teacher(x) - 1).square().mean()
+    loss.backward()
+    if fails and rank == 1: raise ValueError
+    with torch.no_grad():
+        for p, t in zip(job.student.parameters(), job.teacher.parameters()):
+            p.momentum.mul_(0.9).add_(p.grad)
+            p.grad = None
+            p.sub_(p.momentum, alpha=0.1)
+            t.lerp_(p, 0.1)
+    job.losses.append(loss.item())
+def hidden_state(job):
+    return job.losses, *([p.tolist() for p in net.parameters()] for net in (job.student, job.teacher))
+"""
+
+
+@pytest.mark.grid(in_ci=True)
+def test_what_tensors_loops_and_compiled_models_hold_is_named_and_synced(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_and_record(cells, f"{HIDDEN}\njob, twin = make_hidden(), make_hidden()")
+    run_and_record(cells, "hidden_step(job); hidden_step(twin)")
+    with pytest.raises(ddip.CellError):
+        cells.run("hidden_step(twin)\nhidden_step(job, fails=True)")
+    cells.sync()
+    stderr = capsys.readouterr().err
+    assert "teacher" in stderr and "momentum" in stderr
+    cells.run("""
+        for _ in range(10): hidden_step(job); hidden_step(twin)
+        found, expected = hidden_state(job), hidden_state(twin)
+        both = [None] * world_size
+        dist.all_gather_object(both, found)
+    """)
+    (found,), _ = cells.pull_all(["both", "expected"], [0])
+    assert found["both"][0] == found["both"][1]
+    assert found["both"][0] == found["expected"]
+
+
 @pytest.mark.grid
 def test_a_generator_ahead_on_one_rank_is_named_and_synced(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import importlib
+import itertools
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,52 @@ def test_every_link_to_a_shared_object_is_recorded() -> None:
     shared = [1]
     walk = Walk({"a": [shared], "b": {"of": shared}, "c": shared}, keep=True, process_wide=False).finish()
     assert walk.objects["c"] is shared and walk.aliases == {"a[0]": "c", "b['of']": "c"}
+
+
+def endless(items: list[int]) -> Iterator[int]:
+    while True:
+        yield from items
+
+
+def with_attribute() -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.momentum = torch.ones(2)  # type: ignore[attr-defined]
+    return weight
+
+
+def change_weight(model: Any) -> None:
+    next(model.parameters()).data += 1
+
+
+def class_with_default() -> Any:
+    def count(self: object, seen: list[int] = [0]) -> None:  # noqa: B006
+        seen[0] += 1
+
+    return type("Counting", (), {"__module__": __name__, "count": count})
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (with_attribute, lambda weight: weight.momentum.add_(1)),
+        (lambda: torch.compile(torch.nn.Linear(2, 2), backend="eager"), change_weight),
+        (lambda: torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2))), change_weight),
+        (lambda: endless([1, 2, 3]), next),
+        (lambda: itertools.cycle([1, 2, 3]), next),
+        (lambda: itertools.islice([1, 2, 3], 2), next),
+        (lambda: map(str, [1, 2, 3]), next),
+        (class_with_default, lambda kind: kind().count()),
+    ],
+    ids=["a tensor's attribute", "compiled", "FX", "a loop", "cycle", "islice", "map", "a default"],
+)
+def test_changes_within_objects_of_libraries_are_found(
+    make: Callable[[], Any], change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "is_user_module", lambda name: name == __name__)
+    value = make()
+    if hasattr(type(value), "__next__"):
+        next(value)
+    before = Walk({"v": value}, checksums=True, process_wide=False).finish().values
+    assert Walk({"v": value}, checksums=True, process_wide=False).finish().values == before
+    change(value)
+    assert Walk({"v": value}, checksums=True, process_wide=False).finish().values != before

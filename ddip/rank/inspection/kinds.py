@@ -223,6 +223,11 @@ def is_opaque(kind: type, mro: tuple[type, ...]) -> bool:
     )
 
 
+def is_iterator(kind: type) -> bool:
+    """Return whether objects of `kind` are iterators."""
+    return any("__next__" in _dict_of(base) for base in mro_of(kind))
+
+
 def may_hold_state(kind: type, mro: tuple[type, ...]) -> bool:
     """Return whether objects of an opaque `kind` may hold state that belongs to no process."""
     module = module_name(kind)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import operator
 import re
@@ -282,7 +283,7 @@ class Walk:
                 self.values[path] = number if type(number) is int else repr(number)
             elif self._checksums and kinds.is_plain(tensor):
                 work = Checksum(tensor)
-        if self._summarize and local is None:
+        if local is None:
             for name, attribute in sorted((instance_dict(tensor) or {}).items()):
                 if not name.startswith("_"):
                     self._enqueue(f"{path}.{name}", attribute, depth, path, "attribute", name)
@@ -409,7 +410,9 @@ class Walk:
         attributes = type.__dict__["__dict__"].__get__(kind)
         if kinds.is_user_module(attributes.get("__module__")):
             for name in sorted(attributes):
-                if not name.startswith("__") and type(attributes[name]) not in kinds.CODE:
+                value = attributes[name]
+                holds_state = type(value) is types.FunctionType and (value.__closure__ or value.__defaults__)
+                if not name.startswith("__") and (holds_state or type(value) not in kinds.CODE):
                     self._enqueue(f"{path}.{name}", attributes[name], depth, path, "attribute", name)
 
     def _visit_generator(self, path: Path, generator: Any, depth: int) -> None:
@@ -421,8 +424,16 @@ class Walk:
         names = frame.f_locals
         for name, value in sorted(names.items()):
             self._enqueue(f"{path}.<{name}>", value, depth, path, "local", name)
+        self._visit_held_iterators(path, generator, depth)
         if sys.version_info < (3, 13):
             names.clear()  # the frame keeps this copy, and with it the last batch
+
+    def _visit_held_iterators(self, path: Path, holder: Any, depth: int) -> None:
+        """Visit iterators that only the state of another one holds, such as that of a loop in a generator."""
+        held = gc.get_referents(holder)
+        held += [part for parts in held if type(parts) is tuple for part in parts]
+        for number, part in enumerate(part for part in held if kinds.is_iterator(type(part))):
+            self._enqueue(f"{path}.<iterator {number}>", part, depth, path, "local", number)
 
     def _visit_iterator(self, path: Path, iterator: Any, depth: int) -> bool:
         kind = type(iterator)
@@ -431,6 +442,8 @@ class Walk:
         elif kind in (enumerate, zip):
             for number, part in enumerate(kind.__reduce__(iterator)[1]):  # type: ignore[call-arg]
                 self._enqueue(f"{path}.<{number}>", part, depth, path, "local", number)
+        elif kind in (map, filter) or getattr(itertools, kind.__name__, None) is kind:
+            self._visit_held_iterators(path, iterator, depth)
         elif not kinds.is_heap_type(kind) and kind.__name__.endswith("iterator"):
             self.values[f"{path}#left"] = operator.length_hint(iterator, -1)
             self.unseen.add(path)
@@ -447,17 +460,18 @@ class Walk:
         is_opaque = kinds.is_opaque(kind, mro)
         if self._summarize and (kinds.may_hold_state(kind, mro) if is_opaque else kinds.has_hidden_state(kind, mro)):
             self.unseen.add(path)
-        if is_opaque and not (self._summarize and torch.nn.Module in mro):
+        if is_opaque and torch.nn.Module not in mro:
             return
         self.values[f"{path}#type"] = kinds.type_name(kind)
         role = kinds.role_of(mro)
         if role:
             self.roles[path] = role
-        self._visit_attributes(path, value, depth)
+        self._visit_attributes(path, value, depth, only_parts=is_opaque)
         if kinds.is_user_module(kinds.module_name(kind)):
             self._enqueue(f"{path}.__class__", kind, depth, path, "class", "__class__")
 
-    def _visit_attributes(self, path: Path, value: Any, depth: int) -> None:
+    def _visit_attributes(self, path: Path, value: Any, depth: int, only_parts: bool = False) -> None:
+        """Visit what the object's dictionary and slots hold; `only_parts`: only a module's tensors and modules."""
         attributes = instance_dict(value) or {}
         mro = mro_of(type(value))
         module = torch.nn.Module in mro
@@ -474,6 +488,8 @@ class Walk:
                     if self._keep:
                         self.links.setdefault(f"{path}.{part}", (path, name, part))
                     self._first.append((f"{path}.{part}", child, depth + 1))
+            elif only_parts:
+                continue  # how torch.compile or FX runs the module
             elif (
                 wrapper and name.startswith("_") or optimizer and name == "defaults" or is_lost and name.startswith("_")
             ):
