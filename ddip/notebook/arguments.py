@@ -23,6 +23,8 @@ from ddip.cluster.reach import Reach
 from ddip.errors import BadInput, ranks_text
 from ddip.group.members import placement
 
+PLACES = ("remote", "local", "everywhere")
+"""Where ``%%dip`` runs a cell."""
 UNKNOWN = "unrecognized arguments: "
 """Beginning of argparse's message about unknown words."""
 VALUE = re.compile(r"argument (\S+): expected (?:one|at least one) argument")
@@ -58,7 +60,9 @@ def is_code(line: str) -> bool:
     >>> is_code("print(rank)"), is_code("local"), is_code("-S 0,1")
     (True, False, False)
     """
-    return not line.lstrip().startswith("-") and bool(re.search(r"[()=\[\]{}:]", line))
+    first, _, rest = line.strip().partition(" ")
+    options = rest.lstrip() if first in PLACES else line.strip()
+    return not options.startswith("-") and bool(re.search(r"[()=\[\]{}:]", line))
 
 
 def missing_value_text(parser: MagicArgumentParser, error: str) -> str:

@@ -19,7 +19,7 @@ LOCAL_MAGICS = [
     *("dip", "diprun"),
     *("load_ext", "reload_ext", "unload_ext", "config"),
     *("pip", "conda", "mamba", "micromamba", "uv"),
-    *("bash", "sh", "script", "perl", "ruby"),
+    *("bash", "sh", "script", "perl", "ruby", "python", "python2", "python3", "pypy"),
     *("html", "HTML", "svg", "SVG", "latex", "javascript", "js", "markdown"),
     *("writefile", "file", "history", "notebook", "save", "load", "loadpy", "recall", "rerun", "rep", "macro", "store"),
     *("edit", "ed", "alias", "unalias", "alias_magic", "bookmark"),
@@ -45,7 +45,11 @@ class Autodip:
         self._shell = shell
         self._local = local
         self._arguments: str | None = None
+        self._everywhere = ""
+        """Arguments of cells for both sides, which have no others."""
         self._running = 0
+        self._reruns = False
+        """Whether the user's cell is ``%rerun``, so that the next cell within it is the user's too."""
         shell.events.register("pre_execute", self._enter_cell)
         shell.events.register("post_execute", self._exit_cell)
 
@@ -58,10 +62,10 @@ class Autodip:
     def _magic(self) -> str:
         return f"%%dip {self._arguments}".rstrip()
 
-    def on(self, arguments: str) -> None:
-        """Run all later cells as ``%%dip <arguments>``."""
+    def on(self, arguments: str, everywhere: str = "") -> None:
+        """Run all later cells as ``%%dip <arguments>``, those for both sides as ``%%dip everywhere <everywhere>``."""
         self.off()
-        self._arguments = arguments
+        self._arguments, self._everywhere = arguments, everywhere
         self._shell.input_transformers_cleanup.append(self)
 
     def off(self) -> None:
@@ -83,9 +87,9 @@ class Autodip:
         return on and (self._is_for_both_sides(text) or not self._is_local(text))
 
     def _is_for_both_sides(self, text: str) -> bool:
-        """Return True if the cell belongs on both sides; ``load_ext`` is local only for other extensions."""
+        """Return True if the cell belongs on both sides; ``load_ext`` and ``config`` are local for other arguments."""
         names = both_sides.magic_names(text)
-        return bool(names) and not {*names}.intersection(self._local()).difference(("load_ext", "reload_ext"))
+        return bool(names) and not {*names}.intersection(self._local()).difference(both_sides.SOMETIMES)
 
     def _is_local(self, text: str) -> bool:
         """Return True if the cell begins with a magic of the notebook."""
@@ -112,11 +116,13 @@ class Autodip:
         While a cell is running, the lines come from a magic such as ``%%time`` or ``%%dip local``, and do not change.
         """
         text = "".join(lines)
-        if not self.takes(text) or self._running or self.hidden():
+        is_rerun, self._reruns = self._reruns and self._running == 1, False
+        if self._running == 0:
+            found = MAGIC.match(skip_comments(text))
+            self._reruns = found is not None and found[1] == "rerun"
+        if not self.takes(text) or (self._running and not is_rerun) or self.hidden():
             return lines
-        magic = self._magic
-        if self._is_for_both_sides(text) and "everywhere" not in magic.split():
-            magic = f"%%dip everywhere {self._arguments}".rstrip()
+        magic = f"%%dip everywhere {self._everywhere}".rstrip() if self._is_for_both_sides(text) else self._magic
         return [f"{magic}\n", *lines]
 
     def hidden(self) -> bool:

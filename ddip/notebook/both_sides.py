@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddip.notebook.first_lines import NO_CODE
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
-BOTH_SIDES = ("cd", "env", "set_env", "autoreload", "aimport")
+BOTH_SIDES = ("cd", "pushd", "popd", "dirs", "env", "set_env", "autoreload", "aimport")
 """A cell that contains only these, and extensions that ranks also need, runs in the notebook and on the ranks."""
 EXTENSIONS = ("autoreload",)
 """Extensions to load on both sides; ``%load_ext ddip``, for example, must never run on a rank."""
 NEUTRAL_MAGIC = "matplotlib"
 """Magic that such a cell may also contain: lessons begin with ``%reload_ext autoreload``, ``%autoreload 2`` and
 ``%matplotlib inline``."""
+SOMETIMES = ("load_ext", "reload_ext", "config")
+"""Magics that run on both sides only for `EXTENSIONS` and for the settings of IPython's shell."""
+UNEXPANDED = re.compile(r"(?<!\$)\$([A-Za-z_]\w*)|(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
 LINE = re.compile(r"%([A-Za-z_]\w*)[ \t]*(.*)")
 LOAD_AUTORELOAD = "get_ipython().extension_manager.load_extension('autoreload')\n"
 """Prints nothing if autoreload is already loaded, unlike the magic."""
@@ -40,12 +44,21 @@ def _magic_name(line: str) -> str:
         return ""
     name, argument = found.groups()
     loads = name in ("load_ext", "reload_ext") and argument.strip() in EXTENSIONS
-    return name if loads or name in (*BOTH_SIDES, NEUTRAL_MAGIC) else ""
+    sets = name == "config" and argument.startswith("InteractiveShell.")
+    return name if loads or sets or name in (*BOTH_SIDES, NEUTRAL_MAGIC) else ""
 
 
 def for_ranks(cell: str) -> str:
     """Return the code to run on ranks; it loads autoreload, which the notebook may have loaded before."""
-    return LOAD_AUTORELOAD + cell if {"autoreload", "aimport"}.intersection(magic_names(cell)) else cell
+    names = {*magic_names(cell)}
+    uses = {"autoreload", "aimport"} & names and not {"load_ext", "reload_ext"} & names
+    return LOAD_AUTORELOAD + cell if uses else cell
+
+
+def names_to_expand(line: str, namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names in ``$name`` and ``{name}`` that IPython cannot expand, since `namespace` lacks them."""
+    found = [one or other for one, other in UNEXPANDED.findall(line)]
+    return [name for name in found if name not in namespace and name not in os.environ]
 
 
 def run_here(shell: InteractiveShell, cell: str) -> tuple[ExecutionResult, tuple[str, str]]:

@@ -112,6 +112,8 @@ class CellMagics(GroupMagics):
         options, words = script_line.split_line(line, self.diprun.parser)
         args = arguments.parse_line(self.diprun, "%diprun", options)
         group = self._main.require_group("%diprun")
+        if self._main.autodipper.state != "off":
+            self._main.refuse_names_of_ranks(f"%diprun {line}")
         size = group.world_size
         ranks = list(range(size)) if args.ranks is None else arguments.parse_ranks([args.ranks], size, "-r")
         see = None if args.see is None else [args.see]

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ddip.group.group import Group
 
 
-PLACES = ("remote", "local", "everywhere")
-
-
 @magics_class
 class DipMagics(Traits):
     """``%makedip``, ``%%dip`` and ``%autodip``; holds the settings and the group for the other magics."""
@@ -302,7 +299,7 @@ class DipMagics(Traits):
         "where",
         nargs="?",
         default="remote",
-        metavar="|".join(PLACES),
+        metavar="|".join(arguments.PLACES),
         help="remote: on the ranks (default); local: in the notebook; everywhere: in the notebook, then on the ranks.",
     )
     @argument("-r", "--ranks", nargs="+", metavar="RANK", help="Run on these ranks only: 0,2 or 1-3.")
@@ -355,6 +352,8 @@ class DipMagics(Traits):
             group, ranks = self.require_group("%%dip"), args.ranks
             self.hints.autoreload.record_cell(cell, group, ranks)
         both = args.where == "everywhere" and bool(both_sides.magic_names(cell))
+        if both:
+            self.refuse_names_of_ranks(cell)
         if args.where != "remote":
             local_output = self.run_here(cell, both)
         if args.where != "local":
@@ -390,11 +389,11 @@ class DipMagics(Traits):
     def parse_dip(self, line: str) -> Any:
         """Return the arguments of ``%%dip``, with ranks and seconds as numbers; raises BadInput or NoGroup."""
         args = arguments.parse_line(self.dip, "%%dip", line)
-        if args.where not in PLACES:
+        if args.where not in arguments.PLACES:
             raise BadInput(f"%%dip {args.where}: type %%dip, %%dip local or %%dip everywhere")
         if args.bg and args.where != "remote":
             raise BadInput(f"%%dip {args.where} --bg: only ranks run cells in the background; type %%dip --bg")
-        if args.profile in PLACES or (args.profile is not None and args.where != "remote"):
+        if args.profile in arguments.PLACES or (args.profile is not None and args.where != "remote"):
             ways = "type %%dip --profile, or a folder after it, such as ./traces"
             raise BadInput(f"%%dip {line.strip()}: only cells that run on the ranks alone are profiled; {ways}")
         if args.where == "local":
@@ -408,6 +407,15 @@ class DipMagics(Traits):
             args.break_on = arguments.parse_ranks(args.break_on, size, "--break-on")
         args.see = arguments.ranks_to_show(args.see, args.ranks, size, self.show_ranks)
         return args
+
+    def refuse_names_of_ranks(self, line: str) -> None:
+        """Raise BadInput if the line of a magic has ``$name`` or ``{name}``, which only the ranks could expand."""
+        for name in both_sides.names_to_expand(line, self.shell.user_ns):
+            if self.running_group is not None and self.running_group.has_name(name):
+                raise BadInput(
+                    f"{line.strip()}: the notebook has no variable {name}, which is one of the ranks; "
+                    f"type %dipull {name} first"
+                )
 
     def run_here(self, cell: str, both: bool) -> tuple[str, str]:
         """Run the cell in the notebook; raises LocalCellFailed.
@@ -431,8 +439,8 @@ class DipMagics(Traits):
     def autodip(self, line: str = "") -> None:
         """Run every later cell as a %%dip cell, except cells that begin with a magic for the notebook.
 
-        DipMagics.local_magics lists these magics. Cells that consist of %cd, %env, %set_env, %load_ext autoreload,
-        %autoreload and %aimport run in the notebook and on the ranks. Shell commands (!ls) and files that other cells
+        DipMagics.local_magics lists these magics. Cells that consist of %cd, %env, %load_ext autoreload, %autoreload
+        and the like run in the notebook and on the ranks. Shell commands (!ls) and files that other cells
         write take effect once per rank; %%dip local runs a cell once, in the notebook.
         """
         args = arguments.parse_line(self.autodip, "%autodip", line)
@@ -442,7 +450,9 @@ class DipMagics(Traits):
             self.require_group("%autodip on")
             if self.parse_dip(args.args or "").where == "local":
                 raise BadInput(f"%autodip {line.strip()}: type %autodip off; cells then run in the notebook")
-            self.autodipper.on(args.args or "")
+            typed = arguments.parse_line(self.dip, "%%dip", args.args or "")
+            ranks = "" if typed.ranks is None else f"-r {','.join(typed.ranks)} "
+            self.autodipper.on(args.args or "", ranks + ("" if typed.timeout is None else f"--timeout {typed.timeout}"))
         elif args.args is not None:
             raise BadInput(f'%autodip {line.strip()}: -a needs on, as in %autodip on -a "-S all"')
         elif args.switch == "off":

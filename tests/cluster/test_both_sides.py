@@ -136,6 +136,29 @@ def test_an_error_in_the_notebook_keeps_the_ranks_from_running(autodip: Notebook
     assert shown.error == "LocalCellFailed" and "ranks" not in shown.text
 
 
+def test_options_of_autodip_that_such_a_cell_lacks_are_left_out(autodip: Notebook) -> None:
+    for options in ("--bg", "--profile", "remote -S all", "everywhere --log x=1", "-r 1,2 --timeout 60"):
+        autodip.ok(f"%autodip on -a {options!r}")
+        autodip.ok("%cd .")
+    autodip.ok("%autodip on")
+
+
+def test_a_line_that_only_the_ranks_could_expand_is_refused(autodip: Notebook) -> None:
+    autodip.ok("there = '/'")
+    for line in ("%cd $there", "%cd {there}", "%env SIDE=$there", "%diprun train.py --out {there} $there"):
+        assert "there, which is one of the ranks; type %dipull there first" in autodip.fails(line).message
+    autodip.ok("%cd .")
+    autodip.ok("%env SIDE=$HOME")
+
+
+def test_rerun_repeats_a_cell_on_the_ranks(autodip: Notebook) -> None:
+    autodip.ok("count = rank")
+    autodip.ok("count += 10")
+    autodip.ok("%rerun")
+    autodip.ok("assert count == 20 + rank")
+    autodip.ok("%%dip local\nassert 'count' not in globals()")
+
+
 # -- autoreload
 
 

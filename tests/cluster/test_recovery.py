@@ -207,9 +207,15 @@ def test_the_name_of_a_lost_subgroup_is_not_reused(cells: ddip.Group) -> None:
 
 
 @pytest.mark.native("sockets")
-def test_a_cell_on_some_ranks_waiting_for_others_ends(cells: ddip.Group) -> None:
-    with pytest.raises(CellTimeout):
-        cells.run("import torch.distributed as dist\ndist.barrier()", ranks=[1], timeout=0.5)
+def test_a_cell_on_some_ranks_waiting_for_others_names_them_and_ends(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.options.stall_timeout = 0.2
+    stderr_text = StderrText(capsys)
+    thread = meanwhile(lambda: "rank 0 does not run this cell" in stderr_text.text(), press_stop)
+    with pytest.raises(CellInterrupted):
+        cells.run("import torch.distributed as dist\ndist.barrier()", ranks=[1])
+    thread.join()
     cells.run(PROOF)
 
 

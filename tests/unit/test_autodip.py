@@ -68,6 +68,8 @@ BOTH = [
     "%reload_ext autoreload\n%autoreload 2\n%matplotlib inline",
     "%autoreload",
     "%aimport utils",
+    "%pushd ..",
+    "%config InteractiveShell.ast_node_interactivity = 'all'",
 ]
 
 
@@ -97,8 +99,8 @@ def test_other_cells_stay_unchanged(shell: InteractiveShell, cell: str) -> None:
 
 @pytest.mark.parametrize("cell", BOTH)
 def test_folder_and_environment_change_on_both_sides(shell: InteractiveShell, cell: str) -> None:
-    Autodip(shell).on("-q")
-    assert shell.transform_cell(cell).startswith("get_ipython().run_cell_magic('dip', 'everywhere -q', ")
+    Autodip(shell).on("--bg", "-r 0")
+    assert shell.transform_cell(cell).startswith("get_ipython().run_cell_magic('dip', 'everywhere -r 0', ")
 
 
 def test_the_user_can_change_which_magics_stay_in_the_notebook(shell: InteractiveShell) -> None:
@@ -126,7 +128,7 @@ def test_the_page_names_magics_that_the_code_knows() -> None:
     page = (Path(__file__).parents[2] / "docs" / "magics.md").read_text()
     rows = [line for line in page.partition("## Where a cell runs")[2].splitlines() if line.startswith("| ")]
     (both,) = [set(re.findall(r"`%(\w+)", row)) for row in rows if row.startswith("| only")]
-    assert both == {*BOTH_SIDES, "load_ext"}
+    assert both == {*BOTH_SIDES, "load_ext", "config"}
     local = [
         re.findall(r"`%+(\w+)", row) for row in rows if row.startswith(("| begins with `%pip`", "| begins with `%%"))
     ]

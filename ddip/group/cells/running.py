@@ -659,6 +659,11 @@ class RunningCell:
                 if self._state.is_abandoned:  # by this answer, which makes the remaining actions pointless
                     return
 
+    def _describe_absent(self) -> str:
+        """Return a line about ranks that do not run the cell, for whose collectives it may wait; empty if all do."""
+        absent = sorted(set(range(self.world_size)).difference(self.cell.ranks))
+        return f"{ranks_text(absent)} {'does' if len(absent) == 1 else 'do'} not run this cell" if absent else ""
+
     def _wait_in_vain(self, running: Sequence[int]) -> bool:
         """Return True if the `running` ranks wait for collectives that can never complete."""
         if self._state.ending() == "good" and not self._is_alone():
@@ -697,7 +702,7 @@ class RunningCell:
             case RankAction.REPORT_STALL:
                 finished: dict[int, StackLocation | None] = dict.fromkeys(self.replies, StackLocation(state="finished"))
                 where = {**finished, **self._ranks.stack_locations(running, with_collectives=True)}
-                causes = [self._ranks.cluster.stopped(), self._manager.describe_partition()]
+                causes = [self._ranks.cluster.stopped(), self._manager.describe_partition(), self._describe_absent()]
                 self._notices.report_stall(self._state.limits.stall_timeout, where, causes)
             case Question.WHO_MOVES:
                 assert self._ending is not None
