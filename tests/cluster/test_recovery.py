@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ddip
 from ddip.cluster import ipp_private
-from ddip.errors import CellInterrupted, CellTimeout, GroupError, RequestFailed, RequestInterrupted, TransferError
+from ddip.errors import CellInterrupted, GroupError, RequestFailed, RequestInterrupted, TransferError
 from ddip.group.members.placement import Request
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank, switches
