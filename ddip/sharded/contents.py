@@ -46,6 +46,8 @@ OF_THE_GROUP = ("rank", "num_replicas", "num_samples", "total_size")
 """Attributes of samplers that belong to the current group, not to the training."""
 OF_THE_DATA = ("data_source", "dataset")
 """Attributes of samplers that are not positions, although a dataset may be a list of integers."""
+PROGRESS = ("epoch", "seed", "initial_seed")
+"""Attributes of samplers that mean the same on any number of ranks, as generators do."""
 NO_STATE = (
     "dist_state: a {kind} has no state_dict() and load_state_dict(); give dist_state schedulers, scalers, samplers, "
     "generators, or your own objects with these two methods"
@@ -359,6 +361,39 @@ def _load_attribute(sampler: Any, name: str, value: Any) -> None:
 def _fits_into(value: Any, present: Any) -> bool:
     is_same = type(present) is type(value) and present.shape == value.shape and present.dtype == value.dtype
     return is_same and (isinstance(present, torch.Tensor) or present.flags.writeable)
+
+
+def drop_unsure_progress(units: Units, others: Sequence[Any]) -> list[str]:
+    """Drop the attributes of samplers from `units` that may depend on the number of ranks, such as a batch size.
+
+    Kept are epochs, seeds and generators. Returns the names of dropped attributes whose present value differs.
+    """
+    different: list[str] = []
+    for name, other in _other_objects(others).items():
+        if name in units and isinstance(other, Sampler):
+            units[name] = _sure_progress(other, units[name], different)
+    return different
+
+
+def _sure_progress(sampler: Any, state: Any, different: list[str]) -> Any:
+    if hasattr(sampler, "state_dict"):
+        return state
+    kept = {}
+    for name, value in state.items():
+        present = getattr(sampler, name, None)
+        if isinstance(present, Sampler):
+            kept[name] = _sure_progress(present, value, different)
+        elif isinstance(value, _GeneratorState) or _is_generator(value) or name.strip("_") in PROGRESS:
+            kept[name] = value
+        elif _as_numbers(value) != _as_numbers(present):
+            different.append(f"{kind_of(sampler)}.{name}")
+    return kept
+
+
+def _as_numbers(value: Any) -> Any:
+    if isinstance(value, _IntegerList):
+        return value.values
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def unkept_positions(others: Sequence[Any]) -> list[str]:

@@ -85,6 +85,10 @@ OTHER_STEP = (
     "saves; give models that one loop trains to one dist_state(model, optimizer, model2, optimizer2)"
 )
 LEFT_OUT = "dist_state: {then} ranks saved, and there are {now} now; not restored, since it differed by rank: {names}"
+UNSURE = (
+    "dist_state: {then} ranks saved, and there are {now} now; these attributes of samplers may depend on that, and stay "
+    "those of the new sampler: {names}"
+)
 NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
 
@@ -342,13 +346,17 @@ class DistState:
         lacking = {name: size for _, sizes in plans for name, size in sizes.items()}
         given = [copy for rank, copy in copies.items() if givers[rank] == dist.get_rank()]
         plan.gather(dict(sorted(lacking.items())), given)
-        contents.load_units(plan.units(), *self._objects)
+        units = plan.units()
+        unsure = [] if is_same else contents.drop_unsure_progress(units, self._others)
+        contents.load_units(units, *self._objects)
         kept.drop_newer(serial)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
         if lacking or not is_same or fewest_copies(saves[serial]) < self._copies_wanted:
             self._save_copies(plan.saved.step)  # in the current layout, with the state that ranks lacked
         if plan.saved.left_out and dist.get_rank() == 0:
             print(LEFT_OUT.format(then=len(givers), now=world, names=_shorten_list(plan.saved.left_out, 20)))
+        if unsure and dist.get_rank() == 0:
+            print(UNSURE.format(then=len(givers), now=world, names=_shorten_list(unsure, 20)))
         for peer, other in _order.record_restore(self._name, plan.saved.step, peers):
             if dist.get_rank() == 0:
                 print(OTHER_STEP.format(name=self._name, step=plan.saved.step, peer=peer, other=other))

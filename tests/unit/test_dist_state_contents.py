@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler
 import ddip
 import ddip.sharded.state
 from ddip.rank.process_group import meshes
+from ddip.sharded.copies import CopyStore, Pair
 
 
 @pytest.fixture(autouse=True)
@@ -311,3 +312,49 @@ def test_states_that_count_other_steps_are_not_named(
     for state in states.values():
         state.restore()
     assert not capsys.readouterr().out
+
+
+def save_as_two_ranks(make_objects: Callable[[int], tuple[Any, ...]]) -> None:
+    """Keep a save of two ranks here, as if only rank 0 were left, which also has the copy of rank 1.
+
+    `make_objects` returns the objects of a rank for `dist_state`.
+    """
+    copies = []
+    for rank in (0, 1):
+        state = ddip.dist_state(*make_objects(rank), name="tested")
+        state.save(1)
+        copies += state._copies.copies
+        copies[rank].rank, copies[rank].size = rank, 2
+        state.forget()
+    ddip.sharded.state._kept["tested"] = CopyStore((Pair(*copies), Pair()))
+
+
+class OfWorld(Sampler[int]):
+    """A sampler that divides its data, with its own name for the number of ranks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.world, self.starts, self.seed, self.epoch = size, np.arange(size), 3, 0
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(12, generator=self.generator).tolist()[:: self.world])
+
+
+def test_on_another_number_of_ranks_samplers_divide_by_the_present_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def make_objects(rank: int) -> tuple[Any, ...]:
+        sampler = OfWorld(2)
+        assert len([*sampler]) == 6
+        torch.manual_seed(0)
+        return nn.Linear(1, 1), None, BatchSampler(sampler, 12 // 2, False)
+
+    save_as_two_ranks(make_objects)
+    sampler, undisturbed = OfWorld(1), OfWorld(1)
+    batches = BatchSampler(sampler, 12, False)
+    ddip.dist_state(nn.Linear(1, 1), None, batches, name="tested").restore()
+    assert [*undisturbed] != (second := [*undisturbed])
+    assert [*batches] == [second]
+    assert (sampler.epoch, sampler.world, sampler.starts.tolist()) == (2, 1, [0])
+    told = capsys.readouterr().out
+    assert "new sampler: OfWorld.world, OfWorld.starts, BatchSampler.batch_size\n" in told
