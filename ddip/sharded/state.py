@@ -243,7 +243,7 @@ class DistState:
         Parameters
         ----------
         step
-            Number of completed steps. Default: one more than at the last save.
+            Number of completed steps. Default: one more than at the last save, on all ranks.
 
         Raises
         ------
@@ -254,16 +254,17 @@ class DistState:
             If there is no process group.
         """
         _ensure_group()
-        step = (self.step or 0) + 1 if step is None else step
-        self._save_copies(step)
+        step = self._save_copies(step)
         _order.record_save(self._name, step)
         self._report_iterators()
 
-    def _save_copies(self, step: int) -> None:
+    def _save_copies(self, step: int | None) -> int:
+        """Save the state as that of `step`, by default one more than the last on any rank, and return the step."""
         kept, attempt = self._copies, _Attempt(self._collect_tensors)
-        answers = from_all((attempt.problem, kept.held))
-        tensors, layouts = attempt.ensure_on_all([problem for problem, _ in answers])
-        held = [copies for _, copies in answers]
+        answers = from_all((attempt.problem, kept.held, self.step or 0))
+        tensors, layouts = attempt.ensure_on_all([problem for problem, _, _ in answers])
+        held = [copies for _, copies, _ in answers]
+        step = 1 + max(last for _, _, last in answers) if step is None else step
         needed = needed_save(complete_saves(held), self._copies_wanted)
         serial = 1 + max((number for copies in held for number, _, _ in copies), default=0)
         pair = kept.pair_to_overwrite(needed)
@@ -273,6 +274,7 @@ class DistState:
         if self._spare and own.size > 1:
             pair.spare = mirror_copy(own, pair.spare)
         kept.owner, kept.cell = weakref.ref(self._model), _running_cell()
+        return step
 
     def _report_iterators(self) -> None:
         """Print once which state of samplers is not kept."""

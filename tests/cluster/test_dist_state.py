@@ -225,6 +225,17 @@ def test_training_after_a_restore_changes_no_copy(ranks: ddip.Group) -> None:
     """)
 
 
+def test_saves_without_a_step_count_the_same_on_a_new_rank(ranks: ddip.Group) -> None:
+    ranks.run("""
+        import ddip.sharded.state
+        state = ddip.dist_state(nn.Linear(2, 2), name="counted")
+        for _ in range(3): state.save()
+        if rank == 1: ddip.sharded.state._kept.clear()
+        state.save()
+        assert (state.step, state.restore()) == (4, 4)
+    """)
+
+
 @pytest.mark.grid
 def test_values_missing_in_an_optimizer_stay_missing(ranks: ddip.Group) -> None:
     """SGD has a momentum buffer that is None; a parameter may be shared, or frozen."""
