@@ -71,7 +71,8 @@ class _GeneratorState(NamedTuple):
     """The state of a torch generator in a sampler; a new sampler may not have created its generator yet."""
 
     device: str
-    state: torch.Tensor
+    state: bytes
+    """As bytes, because a pickled tensor contains its address, and would differ between ranks."""
 
 
 class _IntegerList(NamedTuple):
@@ -329,7 +330,7 @@ def _has_integers(value: Any) -> bool:
 
 def _attribute_state(value: Any) -> Any:
     if isinstance(value, torch.Generator):
-        return _GeneratorState(str(value.device), value.get_state())
+        return _GeneratorState(str(value.device), bytes(value.get_state().tolist()))
     if isinstance(value, list):
         return _IntegerList(value)
     return _state_of(value) if isinstance(value, Sampler) else value
@@ -342,7 +343,7 @@ def _load_attribute(sampler: Any, name: str, value: Any) -> None:
         if not isinstance(present, torch.Generator):
             present = torch.Generator(value.device)
             setattr(sampler, name, present)
-        present.set_state(value.state)
+        present.set_state(torch.frombuffer(bytearray(value.state), dtype=torch.uint8))
     elif isinstance(present, Sampler):
         _load_state(present, value)
     elif _is_generator(value) and type(present) is type(value):

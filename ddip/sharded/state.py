@@ -86,8 +86,8 @@ OTHER_STEP = (
 )
 LEFT_OUT = "dist_state: {then} ranks saved, and there are {now} now; not restored, since it differed by rank: {names}"
 UNSURE = (
-    "dist_state: {then} ranks saved, and there are {now} now; these attributes of samplers may depend on that, and stay "
-    "those of the new sampler: {names}"
+    "dist_state: {then} ranks saved, and there are {now} now; these attributes of samplers may depend on that, and "
+    "keep the values of the new sampler: {names}"
 )
 NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"

@@ -322,10 +322,10 @@ def save_as_two_ranks(make_objects: Callable[[int], tuple[Any, ...]]) -> None:
     copies = []
     for rank in (0, 1):
         state = ddip.dist_state(*make_objects(rank), name="tested")
+        state.forget()
         state.save(1)
         copies += state._copies.copies
         copies[rank].rank, copies[rank].size = rank, 2
-        state.forget()
     ddip.sharded.state._kept["tested"] = CopyStore((Pair(*copies), Pair()))
 
 
