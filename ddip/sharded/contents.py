@@ -104,8 +104,9 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
     units = Units()
     for prefix, module in _modules_by_unit(model, others).items():
         units |= {f"{prefix}.{name}": value for name, value in module.state_dict().items()}
+    names = _names_by_id(model, optimizer, others)  # after state_dict(), which reshards models
     for prefix, owner in optimizers_of(optimizer, others).items():
-        units |= _optimizer_units(prefix, owner)
+        units |= _optimizer_units(prefix, owner, names)
     units |= {name: _state_of(other) for name, other in _other_objects(others).items()}
     units |= loose_parameters(model, optimizer, others)
     units[KINDS] = [None if optimizer is None else kind_of(optimizer), *map(kind_of, others)]
@@ -119,10 +120,16 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
     return units | {f"generators.{name}": state for name, state in process_generators().items()}
 
 
-def _optimizer_units(prefix: str, optimizer: torch.optim.Optimizer) -> Units:
+def _optimizer_units(prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Units:
+    """Return an optimizer's state with the names of parameters, since their order may change (that of a set does)."""
     state = optimizer.state_dict()
-    units = {f"{prefix}.param_groups.{number}": group for number, group in enumerate(state["param_groups"])}
-    units |= {f"{prefix}.state.{key}": values for key, values in state["state"].items()}
+    units = Units()
+    for number, group in enumerate(state["param_groups"]):
+        group = {key: value for key, value in group.items() if key != "param_names"}  # in the order of the parameters
+        group["params"] = sorted(names[id(parameter)] for parameter in optimizer.param_groups[number]["params"])
+        units[f"{prefix}.param_groups.{number}"] = group
+    by_number = dict(enumerate(names[id(parameter)] for parameter in _parameters_of(optimizer)))
+    units |= {f"{prefix}.state.{by_number.get(key, key)}": values for key, values in state["state"].items()}
     more = {key: value for key, value in state.items() if key not in ("param_groups", "state")}
     return units | ({f"{prefix}.more": more} if more else {})
 
@@ -175,8 +182,9 @@ def load_units(
     for name, parameter in _named_parameters(model, optimizer, others).items():
         if (gradient := units.get(f"{GRADIENTS}{name}")) is not None:
             parameter.grad = gradient.to(parameter.device)
+    names = _names_by_id(model, optimizer, others)
     for prefix, owner in optimizers_of(optimizer, others).items():
-        _load_optimizer(prefix, owner, units)
+        _load_optimizer(prefix, owner, units, names)
     for name, other in _other_objects(others).items():
         if name in units:
             _load_state(other, units[name])
@@ -188,13 +196,15 @@ def _units_below(prefix: str, units: Units) -> Units:
     return {name.removeprefix(f"{prefix}."): value for name, value in units.items() if name.startswith(f"{prefix}.")}
 
 
-def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, units: Units) -> None:
+def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, units: Units, names: dict[int, str]) -> None:
     state = dict(optimizer.state_dict()) | units.get(f"{prefix}.more", {})
     state["param_groups"] = [
-        units.get(f"{prefix}.param_groups.{number}", group) for number, group in enumerate(state["param_groups"])
+        units.get(f"{prefix}.param_groups.{number}", group) | {"params": group["params"]}
+        for number, group in enumerate(state["param_groups"])
     ]
     saved = _units_below(f"{prefix}.state", units)
-    state["state"] = {int(key) if key.isdigit() else key: value for key, value in saved.items()}
+    numbers = {names[id(parameter)]: number for number, parameter in enumerate(_parameters_of(optimizer))}
+    state["state"] = {numbers.get(name, name): values for name, values in saved.items()}
     optimizer.load_state_dict(state)
 
 
@@ -232,6 +242,20 @@ def optimizers_of(optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
     return found if optimizer is None else {"optimizer": optimizer, **found}
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_by_id(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
+) -> dict[int, str]:
+    """Return the unit names of all parameters by their ids."""
+    names = {id(parameter): name for name, parameter in _named_parameters(model, optimizer, others).items()}
+    for module in _modules_by_unit(model, others).values():
+        names |= {id(sharded): names[gathered] for gathered, sharded in sharded_by_id(module).items()}
+    return names
+
+
 def _named_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]
 ) -> dict[str, torch.Tensor]:
@@ -253,8 +277,7 @@ def loose_parameters(
     known |= {id(parameter) for module in modules for parameter in sharded_by_id(module).values()}
     found = {}
     for name, owner in optimizers_of(optimizer, others).items():
-        parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(_parameters_of(owner)):
             if id(parameter) not in known:
                 known.add(id(parameter))
                 found[f"{LOOSE}{name}.{number}"] = parameter

@@ -481,15 +481,8 @@ class _Plan:
         trained = {f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad}
         if trained and trained <= set(saved.left_out):
             raise LookupError(NO_REPLICA)
-        parameters = {
-            f"{prefix}.state.{number}": Layout.of(parameter)
-            for prefix, owner in contents.optimizers_of(optimizer, others).items()
-            for number, parameter in enumerate(
-                parameter for group in owner.param_groups for parameter in group["params"]
-            )
-        }
         self._layouts = {
-            name: _choose_layout(name, whole, placements, layouts, parameters)
+            name: _choose_layout(name, whole, placements, layouts)
             for name, (whole, placements) in saved.outline.items()
         }
         self._found = {name: values for name in self._layouts if (values := self._own_values(name)) is not None}
@@ -571,11 +564,10 @@ def _ensure_same_objects(saved: _Saved, present: Units, layouts: dict[str, Layou
     if saved.units.get(contents.KINDS, kinds) != kinds:
         raise ValueError(_kinds_difference(saved.units[contents.KINDS], kinds))
     prefixes = tuple(f"{name}.param_groups." for name in optimizers)
-    groups = {name: group for name, group in saved.units.items() if name.startswith(prefixes)}
-    if any(
-        name not in present or len(group["params"]) != len(present[name]["params"]) for name, group in groups.items()
-    ):
-        raise ValueError(OTHER.format(names="the optimizer's parameters"))
+    for name, group in saved.units.items():
+        if name.startswith(prefixes) and group["params"] != (now := present.get(name, {"params": []})["params"]):
+            parameters = sorted(set(group["params"]).symmetric_difference(now))
+            raise ValueError(OTHER.format(names=f"{name} ({_shorten_list(parameters)})"))
 
 
 def _model_shapes(units: Units, wholes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...] | None]:
@@ -600,21 +592,19 @@ def _kinds_difference(then: list[str | None], now: list[str | None]) -> str:
     )
 
 
-def _choose_layout(
-    name: str, whole: tuple[int, ...], placements: Any, layouts: dict[str, Layout], parameters: dict[str, Layout]
-) -> Layout:
+def _choose_layout(name: str, whole: tuple[int, ...], placements: Any, layouts: dict[str, Layout]) -> Layout:
     """Return the layout to load a saved tensor with.
 
     It is the present layout of the tensor, of its parameter, or of a similar tensor. `layouts` has the present layouts
-    by name, and `parameters` those of the optimizers' parameters by the unit of their state.
+    by name.
     """
     is_gradient = name.startswith(contents.GRADIENTS)
     present = layouts.get(name.removeprefix(contents.GRADIENTS))
     if name.startswith("model.") or is_gradient and present is not None:
         return present if present is not None and present.whole == whole else Layout(whole)
-    of_state = re.match(r"(optimizer|others\.\d+)\.state\.\d+(?=\.)", name)
-    if of_state and of_state[0] in parameters:
-        present = parameters[of_state[0]]
+    parameter = _parameter_layout(name, layouts)
+    if parameter is not None:
+        present = parameter
         if whole and whole == present.whole:
             return present
     if placements is None or present is not None and present.placements is None:
@@ -630,6 +620,15 @@ def _choose_layout(
         layout.mesh for layout in sharded if layout.placements is not None and len(layout.placements) == len(placements)
     ]
     return Layout(whole, placements, meshes[0]) if meshes else Layout(whole)
+
+
+def _parameter_layout(name: str, layouts: dict[str, Layout]) -> Layout | None:
+    """Return the present layout of the parameter to which a tensor in an optimizer's state belongs."""
+    of_state = re.match(r"(?:optimizer|others\.\d+)\.state\.(.+)", name)
+    parameter = of_state[1] if of_state else ""
+    while parameter and parameter not in layouts:
+        parameter = parameter.rpartition(".")[0]
+    return layouts.get(parameter)
 
 
 def _exchange_batches(sizes: dict[str, int]) -> Iterator[list[str]]:

@@ -162,6 +162,41 @@ def test_parameters_that_only_an_optimizer_has_are_restored(second: bool) -> Non
     assert_continues_undisturbed(make_training)
 
 
+def make_four_layers(order: list[int]) -> tuple[tuple[Any, ...], Train]:
+    """Return a training with Adam whose parameters are in this order; all have equal shapes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in order])
+    optimizer = torch.optim.Adam([model[number].weight for number in order], 0.05)
+
+    def train(first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss = model(draw_batch(step, 4, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    return (model, optimizer), train
+
+
+def test_an_optimizer_with_parameters_in_another_order_continues() -> None:
+    orders = iter([[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1]])
+    assert_continues_undisturbed(lambda: make_four_layers(next(orders)))
+
+
+def test_an_optimizer_with_its_parameters_in_other_groups_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    for first, second in ([0, 1], [1, 0]):
+        groups = [{"params": model[first].weight, "lr": 0.1}, {"params": model[second].weight}]
+        state = ddip.dist_state(model, torch.optim.Adam(groups), name="tested")
+        if first == 0:
+            state.save(1)
+    with pytest.raises(ValueError, match=r"optimizer.param_groups.0 \(model.0.weight, model.1.weight\)"):
+        state.restore()
+
+
 def make_with_loose(size: int) -> tuple[nn.Module, nn.Parameter, ddip.sharded.state.DistState]:
     model, loose = nn.Linear(1, 1), nn.Parameter(torch.ones(size))
     return model, loose, ddip.dist_state(model, torch.optim.SGD([*model.parameters(), loose], 0.1), name="tested")
