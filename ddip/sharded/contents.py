@@ -206,6 +206,26 @@ def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, units: Units,
     numbers = {names[id(parameter)]: number for number, parameter in enumerate(_parameters_of(optimizer))}
     state["state"] = {numbers.get(name, name): values for name, values in saved.items()}
     optimizer.load_state_dict(state)
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        for parameter in _parameters_of(optimizer):
+            name = names[id(parameter)]
+            has_same_dtype = getattr(units.get(name), "dtype", parameter.dtype) == parameter.dtype
+            if name in saved and has_same_dtype:
+                optimizer.state[parameter] = _uncast(optimizer.state[parameter], saved[name])
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """Return the `loaded` state of a parameter with the `saved` tensors in place of those that torch has cast.
+
+    torch casts all except ``step`` to the dtype of the parameter.
+    """
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return _map_items(loaded, lambda key, item: item if key == "step" else _uncast(item, saved.get(key)))
+    if isinstance(loaded, list | tuple) and type(loaded) is type(saved):
+        return _map_items(loaded, lambda number, item: _uncast(item, saved[number]))
+    return loaded
 
 
 def _clear_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Sequence[Any]) -> None:

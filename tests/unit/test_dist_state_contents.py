@@ -349,6 +349,63 @@ def test_states_that_count_other_steps_are_not_named(
     assert not capsys.readouterr().out
 
 
+class Wide(torch.optim.Optimizer):
+    """An optimizer whose state is wider than its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["count"], state["master"] = torch.zeros((), dtype=torch.int64), parameter.float().clone()
+                state["more"] = {"sums": [torch.zeros_like(parameter, dtype=torch.float64)]}
+            state["count"] += 1
+            state["more"]["sums"][0].mul_(0.9).add_(parameter.grad)
+            state["master"].sub_(state["more"]["sums"][0] / state["count"], alpha=0.03)
+            parameter.copy_(state["master"])
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_an_optimizer_continues_with_state_of_its_own_dtypes(is_sharded: bool) -> None:
+    def make_training() -> tuple[tuple[Any, ...], Train]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8).bfloat16()
+        if is_sharded:
+            fsdp.fully_shard(model)
+        optimizer = Wide(model.parameters())
+
+        def train(first: int, last: int) -> list[float]:
+            losses = []
+            for step in range(first, last):
+                optimizer.zero_grad()
+                loss = model(draw_batch(step, 4, 8).bfloat16()).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(sum(parameter.float().sum().item() for parameter in model.parameters()))
+            return losses
+
+        return (model, optimizer), train
+
+    assert_continues_undisturbed(make_training)
+
+
+def test_state_of_the_dtype_of_its_parameter_follows_the_parameter() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Linear(2, 2).to(dtype)
+        optimizer = torch.optim.Adam(model.parameters())
+        state = ddip.dist_state(model, optimizer, name="tested")
+        if dtype == torch.float32:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.save(1)
+    state.restore()
+    entry = optimizer.state[model.weight]
+    assert (entry["exp_avg"].dtype, entry["step"].dtype) == (torch.bfloat16, torch.float32)
+
+
 def save_as_two_ranks(make_objects: Callable[[int], tuple[Any, ...]]) -> None:
     """Keep a save of two ranks here, as if only rank 0 were left, which also has the copy of rank 1.
 
