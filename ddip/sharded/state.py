@@ -356,7 +356,7 @@ class DistState:
         if lacking or not is_same or fewest_copies(saves[serial]) < self._copies_wanted:
             self._save_copies(plan.saved.step)  # in the current layout, with the state that ranks lacked
         if plan.saved.left_out and dist.get_rank() == 0:
-            print(LEFT_OUT.format(then=len(givers), now=world, names=_shorten_list(plan.saved.left_out, 20)))
+            print(LEFT_OUT.format(then=len(givers), now=world, names=_group_names(plan.saved.left_out)))
         if unsure and dist.get_rank() == 0:
             print(UNSURE.format(then=len(givers), now=world, names=_shorten_list(unsure, 20)))
         for peer, other in _order.record_restore(self._name, plan.saved.step, peers):
@@ -713,6 +713,24 @@ def _followed_references(value: Any) -> list[Any]:
 
 def _shorten_list(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def _group_names(names: list[str]) -> str:
+    """Return a text with the names of units, or their number if many belong to one object; the model comes last.
+
+    >>> _group_names(["model.weight", *(f"others.0.{n}" for n in range(9)), "others.1", "generators.torch"])
+    'generators.torch, 9 of others.0 (0, 1, ...), others.1, model.weight'
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        object_name = re.match(r"model|gradients|parameters|others\.\d+(\.state)?|optimizer\.state", name)
+        groups.setdefault(object_name[0] if object_name else "", []).append(name)
+    texts = []
+    for group, members in sorted(groups.items(), key=lambda item: (item[0] == "model", item[0])):
+        rest = [name.removeprefix(f"{group}.") for name in members]
+        is_long = group and len(members) > 5
+        texts.append(f"{len(members)} of {group} ({_shorten_list(rest, 2)})" if is_long else ", ".join(members))
+    return ", ".join(texts)
 
 
 def _others_text(number: int) -> str:

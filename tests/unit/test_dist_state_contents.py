@@ -449,4 +449,18 @@ def test_on_another_number_of_ranks_samplers_divide_by_the_present_one(capsys: p
     assert [*batches] == [second]
     assert (sampler.epoch, sampler.world, sampler.starts.tolist()) == (2, 1, [0])
     told = capsys.readouterr().out
-    assert "new sampler: OfWorld.world, OfWorld.starts, BatchSampler.batch_size\n" in told
+    assert "of the new sampler: OfWorld.world, OfWorld.starts, BatchSampler.batch_size\n" in told
+
+
+def test_the_line_of_state_that_is_not_restored_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    def make_objects(rank: int) -> tuple[Any, ...]:
+        model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(25)])
+        model(draw_batch(rank, 8, 4))
+        torch.manual_seed(rank)
+        return model, torch.optim.SGD(model.parameters(), 0.1 + rank)
+
+    save_as_two_ranks(make_objects)
+    ddip.dist_state(*make_objects(2), name="tested").restore()
+    told = capsys.readouterr().out
+    left_out = "optimizer.param_groups.0, generators.torch, 50 of model (0.running_mean, 0.running_var, ...)"
+    assert told.endswith(f"since it differed by rank: {left_out}\n")
