@@ -18,7 +18,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,8 @@ class Part:
     place: ShardPosition
     placements: tuple[Any, ...] | None
     """The DTensor's placements; None for a plain tensor."""
+    mesh_size: int
+    """Number of ranks that have the DTensor, 1 for a plain tensor; other ranks may have another of the same name."""
     values: torch.Tensor
     """The part's elements, on the CPU; they fill their memory without gaps, in the order of dimensions of the original.
 
@@ -69,16 +71,32 @@ class Part:
         """The values as bytes, in the order in memory; it shares their memory."""
         return self.values.as_strided((self.values.numel(),), (1,)).view(torch.uint8)
 
-    @property
-    def fingerprint(self) -> bytes | tuple[int, int] | None:
-        """The fingerprint of the values; None for a shard, which only one rank has."""
-        if self.placements is not None and not any(placement.is_replicate() for placement in self.placements):
-            return None
-        return fingerprint_of(self.data)
+    def header(self, size: int) -> Header:
+        """Return the description of this part, which one of `size` ranks has saved."""
+        is_single = self.mesh_size == size and not any(placement.is_replicate() for placement in self.placements or ())
+        fingerprint = None if is_single else fingerprint_of(self.data)
+        return Header(self.place, self.placements, self.mesh_size, self.values.dtype, self.values.stride(), fingerprint)
 
 
-Outline = dict[str, tuple[ShardPosition, Any, torch.dtype, tuple[int, ...], bytes | tuple[int, int] | None]]
-"""Place, placements, dtype, strides and fingerprint of parts, by their names."""
+class Header(NamedTuple):
+    """Description of a part without its values."""
+
+    place: ShardPosition
+    placements: tuple[Any, ...] | None
+    mesh_size: int
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    fingerprint: bytes | tuple[int, int] | None
+    """None if no other rank can have the same part."""
+
+    def allocate_part(self, former: Part | None) -> Part:
+        """Return a part for these values, in the memory of the `former` part if they fit."""
+        values = _allocate_values(former, self.place.shape, self.dtype, self.strides)
+        return Part(self.place, self.placements, self.mesh_size, values)
+
+
+Outline = dict[str, Header]
+"""Headers of parts by their names."""
 
 
 @dataclass
@@ -100,14 +118,12 @@ class Copy:
             local = local_of(tensor)
             values = _allocate_values(former.get(name), local.shape, local.dtype, dense_strides(local))
             values.copy_(local)
-            self.parts[name] = Part(layouts[name].place, layouts[name].placements, values)
+            layout = layouts[name]
+            self.parts[name] = Part(layout.place, layout.placements, layout.mesh_size, values)
 
     def outline(self) -> Outline:
-        """Return place, placements, dtype, strides and fingerprint of each part by name."""
-        return {
-            name: (part.place, part.placements, part.values.dtype, part.values.stride(), part.fingerprint)
-            for name, part in self.parts.items()
-        }
+        """Return the header of each part by name."""
+        return {name: part.header(self.size) for name, part in self.parts.items()}
 
     @property
     def pickled(self) -> bytes:
@@ -243,12 +259,8 @@ def mirror_copy(own: Copy, former: Copy) -> Copy:
     received = Copy(None, step, partner, size)
     same_here, same_there = _equal_parts(own_outline, outline), _equal_parts(own_outline, headers[receiver][1])
     memory = {name: part for name, part in former.parts.items() if not _shares_memory(part, own.parts.get(name))}
-    for name, (place, placements, dtype, strides, _) in outline.items():
-        if name in same_here:
-            values = own.parts[name].values
-        else:
-            values = _allocate_values(memory.get(name), place.shape, dtype, strides)
-        received.parts[name] = Part(place, placements, values)
+    for name, header in outline.items():
+        received.parts[name] = own.parts[name] if name in same_here else header.allocate_part(memory.get(name))
     _exchange_parts([(receiver, _parts_except(own, same_there))], [(partner, _parts_except(received, same_here))])
     received.serial = own.serial
     return received
@@ -256,7 +268,7 @@ def mirror_copy(own: Copy, former: Copy) -> Copy:
 
 def _equal_parts(outline: Outline, other: Outline) -> set[str]:
     """Return the names of parts with the same description and fingerprint in both outlines."""
-    return {name for name, entry in outline.items() if entry[-1] is not None and entry == other.get(name)}
+    return {name for name, entry in outline.items() if entry.fingerprint is not None and entry == other.get(name)}
 
 
 def _shares_memory(part: Part, own: Part | None) -> bool:
@@ -282,8 +294,7 @@ def fetch_copy(copies: dict[int, Copy], holders: dict[int, int]) -> Copy:
     if holders[rank] != rank:
         serial, step, size, outline = headers[holders[rank]][rank]
         copies[rank] = Copy(serial, step, rank, size)
-        for name, (place, placements, dtype, strides, _) in outline.items():
-            copies[rank].parts[name] = Part(place, placements, _allocate_values(None, place.shape, dtype, strides))
+        copies[rank].parts = {name: header.allocate_part(None) for name, header in outline.items()}
         incoming = [(holders[rank], _parts_except(copies[rank], ()))]
     _exchange_parts([(saver, _parts_except(copy, ())) for saver, copy in outgoing.items()], incoming)
     return copies[rank]

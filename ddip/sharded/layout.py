@@ -57,6 +57,11 @@ class Layout:
         return cls(tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh)
 
     @property
+    def mesh_size(self) -> int:
+        """Number of ranks that have a part of this tensor, 1 if it is plain."""
+        return 1 if self.mesh is None else int(self.mesh.size())
+
+    @property
     def place(self) -> ShardPosition:
         """The position of this rank's part."""
         if self.placements is None:

@@ -445,7 +445,7 @@ def _read_other_ranks(copies: dict[int, Copy], givers: dict[int, int]) -> Callab
         if len(set(steps)) > 1:
             left_out.append(f"the step (returned is the lowest of {_shorten_list(sorted(map(str, set(steps))))})")
         holes = contents.holes_in(found)
-        outline = {name: (outlines[0][name][0].whole, outlines[0][name][1]) for name in holes}
+        outline = {name: (outlines[0][name].place.whole, outlines[0][name].placements) for name in holes}
         return _Saved(min(steps), found, outline, list(copies.values()), False, left_out)
 
     return merge_answers
@@ -456,10 +456,12 @@ def _can_be_merged(name: str, units: list[Units], outlines: list[Outline]) -> bo
     if not all(name in of_rank for of_rank in units) or len({pickle.dumps(of_rank[name]) for of_rank in units}) > 1:
         return False
     for hole in contents.holes_in(units[0][name]):
-        places, placements, dtypes, _, fingerprints = zip(*(outline[hole] for outline in outlines), strict=True)
-        if any(other != placements[0] for other in placements) or len(set(dtypes)) > 1:
+        headers = [outline[hole] for outline in outlines]
+        kinds = [(header.placements, header.dtype, header.place.whole, header.mesh_size) for header in headers]
+        if any(kind != kinds[0] for kind in kinds):
             return False
-        if len({place.whole for place in places}) > 1 or placements[0] is None and len(set(fingerprints)) > 1:
+        values = {(header.place, header.fingerprint) for header in headers}
+        if headers[0].mesh_size < len(headers) and len(values) > len({place for place, _ in values}):
             return False
     return True
 

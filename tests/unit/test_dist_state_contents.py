@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import ddip
@@ -464,3 +465,15 @@ def test_the_line_of_state_that_is_not_restored_names_every_kind(capsys: pytest.
     told = capsys.readouterr().out
     left_out = "optimizer.param_groups.0, generators.torch, 50 of model (0.running_mean, 0.running_var, ...)"
     assert told.endswith(f"since it differed by rank: {left_out}\n")
+
+
+def test_shards_of_different_models_are_not_mixed_on_another_number_of_ranks() -> None:
+    def make_objects(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        return (fsdp.fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0])),)
+
+    save_as_two_ranks(lambda rank: make_objects(7))  # replicas
+    assert ddip.dist_state(*make_objects(2), name="tested").restore() == 1
+    save_as_two_ranks(make_objects)
+    with pytest.raises(LookupError, match="each rank saved its own model"):
+        ddip.dist_state(*make_objects(2), name="tested").restore()
