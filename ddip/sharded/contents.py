@@ -4,7 +4,8 @@
     take_apart    separate its tensors, by name, from everything else, which is pickled with holes in place of them
     put_together  do the reverse
 
-A unit is restored as a whole or not at all, as half of a scheduler's state would be wrong.
+A unit is restored as a whole or not at all, as half of a scheduler's state would be wrong. Only the unit of a sampler
+loses attributes on another number of ranks (`drop_unsure_progress`).
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ def units_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, ot
 
 
 def _optimizer_units(prefix: str, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Units:
-    """Return an optimizer's state with the names of parameters, since their order may change (that of a set does)."""
+    """Return an optimizer's state by the names of its parameters.
+
+    Their order may change between runs and ranks, as that of a set does.
+    """
     state = optimizer.state_dict()
     units = Units()
     for number, group in enumerate(state["param_groups"]):
@@ -211,20 +215,20 @@ def _load_optimizer(prefix: str, optimizer: torch.optim.Optimizer, units: Units,
             name = names[id(parameter)]
             has_same_dtype = getattr(units.get(name), "dtype", parameter.dtype) == parameter.dtype
             if name in saved and has_same_dtype:
-                optimizer.state[parameter] = _uncast(optimizer.state[parameter], saved[name])
+                optimizer.state[parameter] = _undo_cast(optimizer.state[parameter], saved[name])
 
 
-def _uncast(loaded: Any, saved: Any) -> Any:
-    """Return the `loaded` state of a parameter with the `saved` tensors in place of those that torch has cast.
+def _undo_cast(loaded: Any, saved: Any) -> Any:
+    """Return a parameter's `loaded` state, with the `saved` tensors if torch has cast them.
 
     torch casts all except ``step`` to the dtype of the parameter.
     """
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        return _map_items(loaded, lambda key, item: item if key == "step" else _uncast(item, saved.get(key)))
+        return _map_items(loaded, lambda key, item: item if key == "step" else _undo_cast(item, saved.get(key)))
     if isinstance(loaded, list | tuple) and type(loaded) is type(saved):
-        return _map_items(loaded, lambda number, item: _uncast(item, saved[number]))
+        return _map_items(loaded, lambda number, item: _undo_cast(item, saved[number]))
     return loaded
 
 
@@ -408,9 +412,10 @@ def _fits_into(value: Any, present: Any) -> bool:
 
 
 def drop_unsure_progress(units: Units, others: Sequence[Any]) -> list[str]:
-    """Drop the attributes of samplers from `units` that may depend on the number of ranks, such as a batch size.
+    """Drop attributes of samplers that may depend on the number of ranks from `units`.
 
-    Kept are epochs, seeds and generators. Returns the names of dropped attributes whose present value differs.
+    Only epochs, seeds and generators are kept; a batch size or a count of items may depend on it. Returns the names of
+    dropped attributes whose present value differs.
     """
     different: list[str] = []
     for name, other in _other_objects(others).items():

@@ -259,7 +259,10 @@ class DistState:
         self._report_iterators()
 
     def _save_copies(self, step: int | None) -> int:
-        """Save the state as that of `step`, by default one more than the last on any rank, and return the step."""
+        """Save the state after `step`, and return the step.
+
+        Default: one more than the last step that any rank has saved.
+        """
         kept, attempt = self._copies, _Attempt(self._collect_tensors)
         answers = from_all((attempt.problem, kept.held, self.step or 0))
         tensors, layouts = attempt.ensure_on_all([problem for problem, _, _ in answers])
@@ -718,7 +721,9 @@ def _shorten_list(names: list[str], most: int = 5) -> str:
 
 
 def _group_names(names: list[str]) -> str:
-    """Return a text with the names of units, or their number if many belong to one object; the model comes last.
+    """Return a text with the names of units; the model's come last.
+
+    If one object has many units, the text has their number and two of the names.
 
     >>> _group_names(["model.weight", *(f"others.0.{n}" for n in range(9)), "others.1", "generators.torch"])
     'generators.torch, 9 of others.0 (0, 1, ...), others.1, model.weight'
