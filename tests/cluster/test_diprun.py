@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -86,15 +87,17 @@ ARGUMENTS = ("--folder", ".", "--lr", "0.1")
 
 @pytest.fixture
 def folder(cells: ddip.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the folder of the notebook and of the ranks."""
+    """Return the folder of the notebook and of the ranks, from which their cells import."""
     monkeypatch.chdir(tmp_path)
-    cells.run(f"import os; former_folder = os.getcwd(); os.chdir({str(tmp_path)!r})")
+    former = "former_folder, former_path"
+    cells.run(f"import os, sys; {former} = os.getcwd(), list(sys.path); os.chdir({str(tmp_path)!r})")
+    cells.run("sys.path.insert(0, '')")
     yield tmp_path
-    cells.run("import os; os.chdir(former_folder)")
+    cells.run("import os, sys; os.chdir(former_folder); sys.path[:] = former_path")
 
 
 def write_script(path: Path, code: str) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dedent(code))
 
 
@@ -296,6 +299,74 @@ def test_changed_modules_of_the_script_are_imported_again(cells: ddip.Group, fol
     cells.run("is_same = settings is former")
     cells.run("%diprun uses.py")
     assert values_of(cells, "value") == [12345, 12345] and values_of(cells, "is_same") == [True, True]
+
+
+def test_scripts_and_cells_each_find_their_own_modules(cells: ddip.Group, folder: Path) -> None:
+    for place in (folder, folder / "a", folder / "b"):
+        write_script(place / "shared_of_test.py", f"place = {place.name!r}\nclass Net: pass")
+        os.utime(place / "shared_of_test.py", (1e9, 1e9))
+        write_script(place / "model_of_test.py", "from shared_of_test import Net")
+        os.utime(place / "model_of_test.py", (1e9, 1e9))
+        write_script(
+            place / "trains.py",
+            """
+            import model_of_test, shared_of_test
+            place, module, same = shared_of_test.place, shared_of_test, model_of_test.Net is shared_of_test.Net
+            """,
+        )
+    for place in ("a", "b", "a", "."):
+        cells.run(f"%diprun {place}/trains.py")
+        name = (folder / place).resolve().name
+        assert values_of(cells, "place") == [name] * 2 and values_of(cells, "same") == [True] * 2
+        cells.run(f"assert {name!r} not in globals().get('former', {{}}) or former[{name!r}] is module")
+        cells.run(f"former = globals().get('former', {{}}); former[{name!r}] = module")
+        cells.run("import shared_of_test; place = shared_of_test.place")
+        assert values_of(cells, "place") == [folder.name] * 2
+
+
+def test_projects_with_equal_module_names_run_in_turn(cells: ddip.Group, folder: Path) -> None:
+    for project in ("one", "two"):
+        write_script(folder / project / "tool_of_projects" / "part.py", f"project = {project!r}")
+        write_script(folder / project / "tool_of_projects" / "train.py", "from .part import project")
+        write_script(folder / project / "lib" / "lib_of_projects.py", f"project = {project!r}")
+        write_script(
+            folder / project / "uses_lib.py",
+            """
+            import pathlib, sys
+            sys.path.append(str(pathlib.Path(__file__).parent / "lib"))
+            from lib_of_projects import project
+            """,
+        )
+    for project in ("one", "two", "one"):
+        cells.run(f"%diprun {project}/uses_lib.py")
+        assert values_of(cells, "project") == [project] * 2
+        with chdir(folder / project):
+            cells.run("%diprun -m tool_of_projects.train")
+        assert values_of(cells, "project") == [project] * 2
+
+
+def test_changed_modules_outside_the_scripts_folder_are_imported_again(cells: ddip.Group, folder: Path) -> None:
+    write_script(folder / "lib" / "library_of_test.py", "value = 1")
+    write_script(
+        folder / "scripts" / "uses.py",
+        """
+        import pathlib, sys
+        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "lib"))
+        from library_of_test import value
+        """,
+    )
+    cells.run("%diprun scripts/uses.py")
+    write_script(folder / "lib" / "library_of_test.py", "value = 12345")
+    cells.run("%diprun scripts/uses.py")
+    assert values_of(cells, "value") == [12345] * 2
+
+
+def test_a_module_that_a_script_does_not_import_stays_for_cells(cells: ddip.Group, folder: Path) -> None:
+    write_script(folder / "kept_of_test.py", "calls = []")
+    write_script(folder / "scripts" / "plain.py", "import sys; hidden = 'kept_of_test' not in sys.modules")
+    cells.run("import kept_of_test; kept_of_test.calls.append(1)")
+    cells.run("%diprun scripts/plain.py")
+    cells.run("import kept_of_test; assert kept_of_test.calls == [1] and hidden")
 
 
 # -- modules

@@ -5,9 +5,9 @@
 
 The script finds what a process of torchrun has: a ``__main__`` of its own, from which pickle and the workers of data
 loaders get its classes and functions; the arguments; its folder as ``sys.path[0]``; a start method of multiprocessing
-that nothing has set before; and the current contents of modules in its folder. As after IPython's ``%run``, its
-variables are then added to those of cells, even after an error, so that pickle also finds its classes in later cells.
-Its functions continue to read the script's own variables.
+that nothing has set before; and its own modules (``script_modules.py``). As after IPython's ``%run``, its variables are
+then added to those of cells, even after an error, so that pickle also finds its classes in later cells. Its functions
+continue to read the script's own variables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from hashlib import sha256
 from importlib.abc import InspectLoader
@@ -34,13 +33,11 @@ from IPython.core.magic import no_var_expand
 
 from ddip.protocol.cell_messages import ScriptFile
 from ddip.rank import user_namespace
+from ddip.rank.kernel import script_modules
 from ddip.rank.runtime import current, stacks, tracebacks
-from ddip.rank.runtime.libraries import is_librarys
 
 MAGIC = "%diprun"
 ALONE = f"{MAGIC} runs a script on the ranks: type it in a cell of its own, without other code"
-CLOCK_NS = 20_000_000
-"""Nanoseconds by which the time of a file may be behind the clock."""
 tracebacks.HIDDEN.add(__name__)
 
 
@@ -161,75 +158,14 @@ def _is_variable(name: str) -> bool:
 @stacks.never_interrupted
 def _process_surroundings(folder: str, arguments: list[str]) -> Iterator[None]:
     """Give this process the command line of a script in `folder`, and restore its own at the end."""
-    _drop_changed_modules(folder)
-    importlib.invalidate_caches()
-    former, began = sys.argv, time.time_ns()
+    former = sys.argv
     start_method = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method(None, force=True)  # so that the script may set it, as in a new process
     sys.argv = arguments
-    sys.path.insert(0, folder)
     try:
-        yield
+        with script_modules.exchange_modules(folder):
+            yield
     finally:
         sys.argv = former
-        if folder in sys.path:
-            sys.path.remove(folder)
         if multiprocessing.get_start_method(allow_none=True) != start_method:
             multiprocessing.set_start_method(start_method, force=True)
-        _note_modules(folder, began)
-
-
-# -- modules in the script's folder
-
-_known_files: dict[str, tuple[int, int] | None] = {}
-"""Time of change and size of each imported file in a script's folder; None if it may have changed since its import."""
-_loaded = time.time_ns()
-"""Time before which files of modules that cells have imported cannot have changed since."""
-
-
-def _modules_in(folder: str) -> dict[str, str]:
-    """Return the files of the user's imported modules in `folder`, by module name."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        is_inside = isinstance(file, str) and file.startswith(os.path.join(folder, "")) and not is_librarys(file)
-        if is_inside and name not in ("__main__", "__mp_main__"):
-            found[name] = str(file)
-    return found
-
-
-def _file_state(file: str) -> tuple[int, int] | None:
-    try:
-        now = os.stat(file)
-    except OSError:
-        return None
-    return now.st_mtime_ns, now.st_size
-
-
-def _has_changed(file: str) -> bool:
-    now = _file_state(file)
-    if now is None or file in _known_files:
-        return now is None or _known_files[file] != now
-    return now[0] > _loaded - CLOCK_NS
-
-
-def _drop_changed_modules(folder: str) -> None:
-    """Forget all modules in `folder`, so that they are imported again, if one has changed since its import.
-
-    Modules that have not changed may hold functions and classes of those that have.
-    """
-    modules = _modules_in(folder)
-    if any(map(_has_changed, modules.values())):
-        for name, file in modules.items():
-            del sys.modules[name]
-            _known_files.pop(file, None)
-
-
-def _note_modules(folder: str, began: int) -> None:
-    """Note the state of the files that the script has imported.
-
-    `began` is the Unix time at which it began, in ns.
-    """
-    for file in _modules_in(folder).values():
-        now = _file_state(file)
-        _known_files.setdefault(file, now if now is not None and now[0] < began - CLOCK_NS else None)
