@@ -58,6 +58,21 @@ def short_time_limits(group: ddip.Group) -> None:
 # -- kept variables
 
 
+@pytest.mark.native("sockets")
+def test_a_rebuild_keeps_the_cells_device_and_threads(cells: ddip.Group) -> None:
+    read = "torch.get_num_threads(), {name: os.environ.get(name) for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS')}"
+    cells.run(f"import os, torch, torch.distributed as dist\nformer_threads, former = {read}")
+    cells.run("device = {'kind': 'thermometer'}; torch.set_num_threads(2); os.environ['OMP_NUM_THREADS'] = '2'")
+    with raises_on_ranks({1: "ValueError"}, {0: "barrier"}):
+        cells.run("if rank == 1: raise ValueError\ndist.barrier()")
+    cells.run(f"dist.barrier(); found = device, {read}")
+    cells.run("torch.set_num_threads(former_threads); device = torch.device('cpu')")
+    cells.run("os.environ.update({name: value for name, value in former.items() if value is not None})")
+    for rank in range(2):
+        device, threads, variables = cells.pull_all(["found"], [rank])[0][0]["found"]
+        assert (device, threads, variables["OMP_NUM_THREADS"]) == ({"kind": "thermometer"}, 2, "2")
+
+
 @pytest.mark.parametrize("code", ["1 / 0", "dist.all_reduce(x); 1 / 0", "wrapper(torch.ones(1, 2)); nothing"])
 def test_an_error_with_ranks_in_step_keeps_the_group(cells: ddip.Group, code: str) -> None:
     cells.run(DDP + "x = torch.ones(1)\nformer = dist.group.WORLD")

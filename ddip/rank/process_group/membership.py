@@ -135,10 +135,18 @@ def join_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:
     if _ddip_group is None or _ddip_group.size() != rank_spec.world_size:
         raise RuntimeError("init_process_group has not formed a group of all ranks; other code has replaced it")
     setproctitle.setproctitle(f"ddip rank {rank_spec.rank} of {rank_spec.world_size} ({rank_spec.notebook})")
+    names = user_namespace()
+    kept = {} if _is_own_device(names.get("device")) else {"device": names["device"]}
     standing.update(rank=rank_spec.rank, world_size=rank_spec.world_size, device=device)
-    user_namespace().update(standing)
+    names.update({**standing, **kept})
     _reported_replaced.clear()
     return connections
+
+
+def _is_own_device(value: object) -> bool:
+    """Return whether the variable ``device`` is missing, or has the value from ddip."""
+    former = standing.get("device")
+    return former is None or value is None or (type(value) is torch.device and value == former)
 
 
 def _form_group(rank_spec: RankSpec) -> tuple[list[Ends], list[int]]:

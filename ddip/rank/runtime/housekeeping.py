@@ -55,7 +55,10 @@ class Cells:
         self.ranks_per_core = 1.0
         """Number of ranks of this host that share a core; at least 1."""
         self.threads: int | None = None
-        """Thread count to set when the next cell begins, on the main thread because OpenMP settings are per thread."""
+        """Thread count of the group; a cell may set another one. It is set once, when the next cell begins, on the main
+        thread because OpenMP settings are per thread."""
+        self._former_threads: int | None = None
+        """Thread count that was set last."""
         self.collections = 0
         self.tidying_since: float | None = None
         """Start of the running cleanup on ``time.monotonic``; None if none runs."""
@@ -104,9 +107,9 @@ class Cells:
         if self.kept_error is not None and not debugs:
             self._free_kept_error()
         self._started = time.perf_counter()
-        threads, self.threads = self.threads, None
-        if threads is not None:
-            _set_threads(threads)
+        if self.threads is not None and self.threads != self._former_threads:
+            self._former_threads = self.threads
+            _set_threads(self.threads)
 
     @property
     def has_kept_error(self) -> bool:
