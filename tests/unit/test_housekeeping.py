@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Generator
+
 import pytest
 
 from ddip.rank.native import freed
@@ -30,3 +33,42 @@ def test_ddips_thread_count_is_not_a_setting_of_cells(monkeypatch: pytest.Monkey
     assert not {"$OMP_NUM_THREADS", "$MKL_NUM_THREADS"} & process_settings.find_changed().keys()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "$OMP_NUM_THREADS" in process_settings.find_changed()
+
+
+class Tensor:
+    """Stand-in for memory that a frame holds."""
+
+
+def test_a_failed_cell_frees_ended_generators_and_no_suspended_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "get_ipython", lambda: None)
+
+    def yield_error() -> Generator[Exception | int, None, None]:
+        yield 0
+        try:
+            raise KeyError
+        except KeyError as error:
+            yield error
+        yield 1
+
+    def fail_at_yield(held: Tensor) -> Generator[int, None, None]:
+        yield 0
+        raise ValueError
+
+    suspended, tensors = yield_error(), [Tensor(), Tensor()]
+    next(suspended)
+    cause = next(suspended)
+    assert isinstance(cause, KeyError)
+    thrown, raised = map(fail_at_yield, tensors)
+    freed_tensors = list(map(weakref.ref, tensors))
+    del tensors
+    errors = [cause]
+    next(raised)
+    next(thrown)
+    for resume in (lambda: next(raised), lambda: thrown.throw(TypeError())):
+        try:
+            resume()
+        except Exception as error:
+            errors.append(error)
+    housekeeping._free_frames(ExceptionGroup("all", errors))
+    assert [tensor() for tensor in freed_tensors] == [None, None] and errors
+    assert next(suspended) == 1

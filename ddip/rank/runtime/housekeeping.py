@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 import threadpoolctl
@@ -258,6 +258,27 @@ def attribute_of(error: BaseException, name: str, default: Any = None) -> Any:
         return default
 
 
+def _clear_frames(found: TracebackType | None) -> None:
+    """Delete the variables of all frames in a traceback that have ended."""
+    while found is not None:
+        if not _is_suspended(found.tb_frame):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                found.tb_frame.clear()
+        found = found.tb_next
+
+
+def _is_suspended(frame: FrameType) -> bool:
+    """Return whether a generator or coroutine may continue at `frame`.
+
+    Clearing the frame would close the generator; since Python 3.13, it raises RuntimeError instead, and this returns
+    False. In older versions, a frame refers to its code only once it has ended; until then, its generator does.
+    """
+    can_continue = frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+    if not can_continue or sys.version_info >= (3, 13):
+        return False
+    return not any(found is frame.f_code for found in gc.get_referents(frame))
+
+
 def _free_frames(error: BaseException | None) -> None:
     """Free the frames of a failed cell, which hold its tensors, data loaders and groups' sockets.
 
@@ -271,7 +292,7 @@ def _free_frames(error: BaseException | None) -> None:
         link = errors.pop()
         if link is not None and id(link) not in seen:
             seen.add(id(link))
-            traceback.clear_frames(attribute_of(link, "__traceback__"))
+            _clear_frames(attribute_of(link, "__traceback__"))
             errors += [attribute_of(link, "__cause__"), attribute_of(link, "__context__")]
             errors += attribute_of(link, "exceptions", ())  # of an exception group
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
