@@ -97,6 +97,15 @@ def test_a_queued_cell_runs_after_a_good_one(new_group: NewGroup) -> None:
     assert wait_for_end(first).outcome == wait_for_end(second).outcome == "ok"
 
 
+def test_the_timeout_of_a_queued_cell_begins_with_the_cell(new_group: NewGroup) -> None:
+    group = new_group(2)
+    first, second = group.start("wait"), group.start("pass", queue=True, timeout=0.5)
+    time.sleep(0.6)
+    for rank in range(2):
+        group.engine(rank).end()
+    assert wait_for_end(first).outcome == wait_for_end(second).outcome == "ok"
+
+
 def test_a_queued_cell_is_stopped_before_it_begins(new_group: NewGroup) -> None:
     group = new_group(2)
     first, second = group.start("sleep"), group.start("pass", queue=True)

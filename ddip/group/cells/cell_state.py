@@ -204,6 +204,11 @@ class CellState:
         self._next_look = self.began + LOOK_SECONDS
         self._running_reported = not self.limits.can_unblock  # the error names them once they are abandoned
 
+    def begin(self, ranks: Sequence[int], now: float) -> None:
+        """Start the clock of the cell, which has been sent to `ranks` at time `now`."""
+        self.ranks, self.began = ranks, now
+        self._next_look = now + LOOK_SECONDS
+
     # -- queries of the runner
 
     @property

@@ -337,7 +337,8 @@ class RunningCell:
         `follow` then shows its output.
         """
         ranks = list(self.cell.ranks)
-        self._state.ranks = ranks
+        self._state.begin(ranks, self.questions.now())  # a queued cell has waited before
+        self._watch.note_progress()
         for rank in self._show.show_ranks.difference(ranks):
             self._perform(ShowEnded(rank, False))
         common: CellOptions = {
