@@ -487,6 +487,9 @@ class Group:
         def ensure_ready(cell: Cell | None = None) -> None:
             self.lifecycle.ensure_ready_for_cell(where, cell)
             self.saves.add_schedule(asked)
+            if cell is not None and cell.script is not None:  # its file may have changed while the cell was queued
+                cell.script = find_script(code, cell.script["folder"]) or cell.script
+                asked["script"] = cell.script
             if profiling is not None:
                 profiling.prepare(where)
 

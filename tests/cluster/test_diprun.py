@@ -459,6 +459,19 @@ def test_variables_can_be_read_while_the_script_runs(cells: ddip.Group, folder: 
     assert cells.pull(["step"])["step"] > 3
 
 
+def test_a_queued_script_runs_as_it_is_when_it_begins(cells: ddip.Group, folder: Path) -> None:
+    write_script(folder / "edited.py", "value = 1")
+    (folder / "elsewhere").mkdir()
+    before = cells.start("import pathlib, time\nwhile not pathlib.Path('edited').exists(): time.sleep(0.01)")
+    queued = cells.start("%diprun edited.py", queue=True)
+    write_script(folder / "edited.py", "value = 12345")
+    with chdir(folder / "elsewhere"):
+        (folder / "edited").touch()
+        before.wait()
+        queued.wait()
+    assert values_of(cells, "value") == [12345] * 2
+
+
 # -- wrong input
 
 

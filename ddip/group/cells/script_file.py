@@ -13,10 +13,11 @@ from ddip.protocol.cell_messages import ScriptFile
 MAGIC = "%diprun"
 
 
-def find_script(code: str) -> ScriptFile | None:
+def find_script(code: str, folder: str = "") -> ScriptFile | None:
     """Return the script that the cell `code` runs; None if the cell is not one line of ``%diprun``.
 
-    Raises BadInput if the line names no file that ranks can run.
+    A relative path begins at the `folder`, and modules are found there; default: the working folder. Raises BadInput if
+    the line names no file that ranks can run.
     """
     found = re.fullmatch(rf"{MAGIC}(?:[ \t]+(.*))?", code.strip())
     if found is None:
@@ -29,18 +30,19 @@ def find_script(code: str) -> ScriptFile | None:
         raise BadInput(
             f"{code.strip()}: type a script and its arguments, such as {MAGIC} train.py --lr 0.1, or -m and a module"
         )
+    folder = folder or str(Path.cwd())
     if words[0] == "-m":
         if words[1].endswith(".py"):
             raise BadInput(f"{MAGIC} -m {words[1]}: this is a file; type {MAGIC} {words[1]}")
-        return {"folder": str(Path.cwd()), "digest": ""}
+        return {"folder": folder, "digest": ""}
     if words[0].startswith("-"):
         raise BadInput(f"{MAGIC} {words[0]}: in a %%dip cell, type the options after %%dip, and here only the script")
-    return {"folder": str(Path.cwd()), "digest": hashlib.sha256(_read_script(words[0])).hexdigest()}
+    return {"folder": folder, "digest": hashlib.sha256(_read_script(words[0], folder)).hexdigest()}
 
 
-def _read_script(typed: str) -> bytes:
+def _read_script(typed: str, folder: str) -> bytes:
     """Return the contents of the script; raises BadInput for a notebook, and if it cannot be read."""
-    path, line = Path(typed).expanduser().absolute(), f"{MAGIC} {typed}"
+    path, line = Path(folder, Path(typed).expanduser()), f"{MAGIC} {typed}"
     if path.suffix == ".ipynb":
         raise BadInput(f"{line}: this is a notebook; run its cells with %autodip on, or export it as a script")
     try:
