@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ddip.protocol.objects.pickling import ALIGNED, INLINE, Graph, Pickled, Pickler, dump_all, pickle_value
+from ddip.protocol.objects.pickling import ALIGNED, INLINE, Graph, Loader, Pickled, Pickler, dump_all, pickle_value
 
 LARGE = 2 * INLINE
 
@@ -228,3 +228,11 @@ def test_hooks_of_a_module_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -
     received = pickled.load()
     received.register_forward_hook(lambda module, args, out: out * 2)
     assert received(torch.ones(1, 1)).item() == 6
+
+
+def test_a_value_of_a_transfer_precedes_the_variable_that_its_functions_read() -> None:
+    variables: dict[str, Any] = {"__name__": "__main__", "scale": 1}
+    exec("def read(): return scale", variables)
+    packed = dump_all({"read": variables["read"], "scale": 5, "other": variables["read"]})
+    loader = Loader(packed.pickled)
+    assert {name: loader.load(name) for name in packed.pickled}["scale"] == 5

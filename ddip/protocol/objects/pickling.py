@@ -560,6 +560,8 @@ class Graph(Generic[P]):
 
     def __init__(self, make: Callable[[io.BytesIO, list[pickle.PickleBuffer]], P]) -> None:
         self._file, self._buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        self.make = make
+        """Factory of the pickler."""
         self.pickler = make(self._file, self._buffers)
         self._ends: dict[str, tuple[int, int]] = {}
         self.with_hooks: list[str] = []
@@ -624,7 +626,7 @@ def dump_all(
     packed, graph = PickledNames(), Graph(make)
     reading = _add_all(packed, graph, values, lacking)
     if not packed.errors and reading != [*values, *packed.along]:  # pickle again in the order of loading
-        packed.moved, everything, graph = [], {**values, **graph.pickler.globals}, Graph(make)
+        packed.moved, everything, graph = [], {**graph.pickler.globals, **values}, Graph(make)
         for name in reading:
             _add_name(packed, graph, name, everything[name])
     if not packed.errors:
@@ -666,7 +668,7 @@ def _add_all(
 def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any) -> None:
     """Add one name to the graph; after an error, only try it separately, to report each name that fails."""
     try:
-        if (Graph(Pickler) if packed.errors else graph).add(name, value):
+        if (Graph(graph.make) if packed.errors else graph).add(name, value):
             packed.moved.append(name)
     except Exception as error:
         reader = graph.pickler.readers.get(name) if name in packed.along else None
