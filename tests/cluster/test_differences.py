@@ -778,3 +778,83 @@ def test_variables_that_a_rank_lacks_are_copied_with_their_links(cells: ddip.Gro
     cells.run("assert copied_opt.param_groups[0]['params'][0] is copied_net.weight")
     cells.run("assert ('broken' in globals()) == (rank == 0)")
     cells.run("del copied_net, copied_opt; globals().pop('broken', None)")
+
+
+def test_copied_functions_and_classes_read_the_variables_of_their_rank(cells: ddip.Group) -> None:
+    """The source keeps its own, and a variable that only the source has comes along."""
+    cells.run("""
+        lr, calls = 1.0, 0
+        if rank == 0:
+            import math
+            scale = 2.0
+            def read(): return lr * scale + math.floor(0.5)
+            def count():
+                global calls
+                calls += 1
+            class Reader:
+                def read(self): return lr
+            def make_inner():
+                class Inner:
+                    def read(self): return lr
+                return Inner()
+            reader, inner = Reader(), make_inner()
+            own = reader, Reader, read
+    """)
+    assert cells.sync(["read", "count", "Reader", "reader", "inner"]) == [
+        "Reader",
+        "count",
+        "inner",
+        "math",
+        "read",
+        "reader",
+        "scale",
+    ]
+    cells.push({"lr": 7.0, "scale": 3.0})
+    cells.run("""
+        count()
+        assert (read(), reader.read(), inner.read(), calls) == (21.0, 7.0, 7.0, 1)
+        assert type(reader) is Reader and read.__globals__ is globals()
+        assert rank == 1 or (reader, Reader, read) == own
+    """)
+
+
+def test_a_copied_sampler_draws_the_part_of_its_rank(cells: ddip.Group) -> None:
+    cells.run("""
+        from torch.utils.data import DataLoader
+        if rank == 0: loader = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), shuffle=False))
+    """)
+    cells.sync(["loader"])
+    cells.run("assert [n for batch in loader for n in batch.tolist()] == list(range(rank, 8, 2))")
+
+
+def test_copied_containers_share_objects_with_copied_variables(cells: ddip.Group) -> None:
+    cells.run("""
+        class Item: pass
+        items = []
+        if rank == 0:
+            first = Item()
+            items += [first, torch.arange(6)]
+            tail = items[1][2:]
+    """)
+    cells.sync(["items", "first", "tail"])
+    cells.run("assert items[0] is first and tail.data_ptr() == items[1][2:].data_ptr()")
+
+
+def test_a_sync_that_fails_on_a_rank_changes_nothing(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run("""
+        def fail(): raise ValueError("not here")
+        class Broken:
+            def __reduce__(self): return fail, ()
+        count, items = rank, []
+        if rank == 0:
+            import threading
+            lock = threading.Lock()
+            def locked(): return lock
+            broken, items, extra = Broken(), [1], 5
+    """)
+    with pytest.raises(ddip.GroupError, match="cannot take the state: ValueError: not here; nothing has changed"):
+        cells.sync(["extra", "items", "broken"])
+    cells.run("assert ('extra' in globals(), items) == ((True, [1]) if rank == 0 else (False, []))")
+    capsys.readouterr()
+    assert cells.sync(["locked"]) == ["locked"]
+    assert "lock, which locked reads, was not copied: it cannot be pickled: TypeError" in capsys.readouterr().err

@@ -3,7 +3,7 @@
     walk, on every rank     find the paths that differ from those of the source
     plan, on the source     list tensors by path; pickle numbers and structure, with references by path to objects that
                             every rank has
-    try, on every rank      unpickle the plan; if that fails on any rank, nothing changes
+    try, on the others      unpickle the plan; if that fails on any rank, nothing changes
     apply                   broadcast the tensors, set everything else, clear the gradients
 
 It runs on all ranks at the same time, in a healthy group without pending collectives.
@@ -16,15 +16,16 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ddip.protocol.objects import pickling
+from ddip.protocol.objects.pickling import PickledNames
 from ddip.protocol.reports import Synced
 from ddip.rank import user_namespace
 from ddip.rank.inspection import kinds
@@ -36,6 +37,8 @@ BUCKET_BYTES = 64 << 20
 FIXED = ("local", "class")
 """Kinds of links whose target cannot be replaced: a local of a suspended generator, the class of an instance."""
 CONTENT = ("length", "keys", "members", "items")
+ITEMS = "#content"
+"""End of the names of entries that have the items of a container."""
 Table = dict[int, int]
 """Hashes of values by the hashes of their paths."""
 
@@ -54,14 +57,27 @@ class _Plan:
     tensors: list[Path]
     states: dict[Path, Any]
     """States of random number generators and arrays, by path."""
-    contents: bytes
-    """Pickled containers: path, whether all items are replaced or only missing ones added, and the items."""
-    leaves: bytes
-    """Pickled values: path of the holder, kind of link, key, value."""
     gradients: list[Path]
     """Gradients that differ, which all ranks clear."""
     refused: dict[Path, str]
     """Paths that are not copied, with the reason."""
+    names: list[str]
+    """Names of the pickled entries, in the order of loading.
+
+    A container's name is its path and `ITEMS`; its entry has the path, whether all items are replaced or only missing
+    ones added, and the items. The name of another value is its path; its entry has the path of the holder, the kind of
+    link, the key and the value.
+    """
+    along: list[str]
+    """Those of the names that are variables which copied functions read, and which some rank lacks."""
+    pickled: bytes
+    """The entries, with one memo."""
+
+    @property
+    def copied(self) -> list[Path]:
+        """The sorted paths that are copied, with cleared gradients."""
+        entries = (name.removesuffix(ITEMS) for name in self.names)
+        return sorted({*self.tensors, *self.states, *self.gradients, *entries})
 
 
 def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]) -> Synced:
@@ -76,9 +92,11 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
     good = {} if last is None else _hash_values(last.values, set(walk.values))
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (table, good, list(walk.sharded), walk.names))
+    variables = user_namespace()
+    known = {name for name in list(variables) if not pickling.lacks_variable(variables, name)}
+    dist.all_gather_object(gathered, (table, good, list(walk.sharded), walk.names, known))
     tables, goods = [table for table, *_ in gathered], [good for _, good, *_ in gathered]
-    sharded = sorted({variable_of(path) for _, _, sharded_paths, _ in gathered for path in sharded_paths})
+    sharded = sorted({variable_of(path) for _, _, sharded_paths, *_ in gathered for path in sharded_paths})
     refused = {name: f"rank {source} has no such variable" for name in names if name not in gathered[source][3]}
     refused |= dict.fromkeys(set(sharded).intersection(names), "each rank has another part of its parameters")
     if refused:
@@ -86,20 +104,14 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     plans: list[Any] = [None]
     if dist.get_rank() == source:
         selection = _Selection(set(names), set(paths), set(sharded), walk, tables, goods)
-        plans = [_make_plan(walk, selection, tables)]
+        known = set.intersection(*(known for *_, known in gathered))
+        plans = [_make_plan(walk, selection, tables, known)]
     dist.broadcast_object_list(plans, src=source)
     plan: _Plan = plans[0]
     _apply_plan(walk, plan, source)
     _clear_gradients(walk, names, plan)
     history.replace_snapshots()
-    copied = [
-        *plan.tensors,
-        *plan.states,
-        *plan.gradients,
-        *(entry[0] for entry in _unpickle_entries(plan.contents, walk)),
-    ]
-    copied += [_path_at(*entry[:3]) for entry in _unpickle_entries(plan.leaves, walk)]
-    return {"copied": sorted(set(copied)), "refused": plan.refused}
+    return {"copied": plan.copied, "refused": plan.refused}
 
 
 def _hash_values(values: Mapping[Path, Any], paths: Collection[Path]) -> Table:
@@ -162,10 +174,11 @@ class _Selection:
         return len(good) < 2 or f"{base}{VERSION}" == path or any(base.startswith(f"{m}.") for m in self._modules)
 
 
-def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
+def _make_plan(walk: Walk, selection: _Selection, tables: list[Table], known: Collection[str]) -> _Plan:
+    """Return the changes that copy the paths in `selection`; `known`: variables that every rank has."""
     common = _CommonObjects(walk, tables)
-    plan = _Plan([], {}, b"", b"", selection.gradients, selection.left_out)
-    contents: dict[Path, tuple[bool, Any]] = {}
+    plan = _Plan([], {}, selection.gradients, selection.left_out, [], [], b"")
+    contents: dict[Path, bool] = {}
     leaves: dict[Path, tuple[Path, str, Any, Any]] = {}
     iterators = [path for path, value in walk.objects.items() if isinstance(value, _BaseDataLoaderIter)]
     for path in [path for path in walk.values if path in selection]:
@@ -185,7 +198,7 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
             elif base not in plan.tensors and fact != "type":
                 plan.tensors.append(base)
         elif (fact in CONTENT or isinstance(value, set)) and common.has(base):
-            contents[base] = fact == "items" or contents.get(base, (False,))[0], _content_of(value)
+            contents[base] = fact == "items" or contents.get(base, False)
         elif fact in ("left", "line", "version"):
             plan.refused[base] = "an iterator or a suspended generator cannot be set" if fact != "version" else ""
         elif common.has(base) and (state := _state_of(value)) is not None:
@@ -195,9 +208,14 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table]) -> _Plan:
     for path in [p for p, (holder, *_) in leaves.items() if holder and not common.has(holder)]:
         del leaves[path]  # it comes with its container, which some rank lacks
     plan.refused = {path: why for path, why in plan.refused.items() if why}
-    plan.contents = _dump_entries(sorted(contents.items()), common, plan)
     common.replaced = set(leaves)  # pickle these by value: a reference would mean the receiver's own object
-    plan.leaves = _dump_entries(list(leaves.values()), common, plan)
+    entries: dict[str, tuple[Any, ...]] = {
+        f"{path}{ITEMS}": (path, takes_all, _content_of(walk.objects[path]))
+        for path, takes_all in sorted(contents.items())
+    }
+    packed = _dump_entries(entries | leaves, common, lambda names: [name for name in names if name not in known], plan)
+    plan.names, plan.along = list(packed.pickled), packed.along
+    plan.pickled = b"".join(pickled.parts[0] for pickled in packed.pickled.values())
     return plan
 
 
@@ -304,8 +322,11 @@ class _CommonObjects:
         return path if path is not None and path not in self.replaced and self.has(path) else None
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that writes objects that every rank has as references to their paths."""
+class _Pickler(pickling.Pickler):
+    """A pickler that writes objects that every rank has as references to their paths.
+
+    Tensors and generators stay on their device: each rank's own GPU has the same name there.
+    """
 
     def __init__(self, file: io.BytesIO, common: _CommonObjects) -> None:
         super().__init__(file)
@@ -314,6 +335,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def persistent_id(self, value: Any) -> Path | None:
         """Return the path to write instead of `value`; None to pickle it by value."""
         return self._common.path_of(value)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.UntypedStorage) and pickling.is_elsewhere(obj):
+            return _storage_on, (obj.cpu(), str(obj.device))
+        return NotImplemented if isinstance(obj, torch.Generator) else super().reducer_override(obj)
+
+    def on_cpu(self, obj: Any) -> Any:
+        """Return `obj` itself."""
+        return obj
+
+
+def _storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    """Return a copy of `storage` on `device`."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()  # type: ignore[call-overload]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -326,58 +361,57 @@ class _Unpickler(pickle.Unpickler):
         return self._walk.objects[path]
 
 
-def _dump_entries(entries: Sequence[tuple[Any, ...]], common: _CommonObjects, plan: _Plan) -> bytes:
+def _dump_entries(
+    entries: Mapping[str, Any], common: _CommonObjects, lacking: Callable[[list[str]], list[str]], plan: _Plan
+) -> PickledNames:
     """Pickle the entries together, so that they share objects as here, such as an optimizer and its model.
 
-    Entries that cannot be pickled are added to ``plan.refused`` instead.
+    Variables that functions in them read, and that `lacking` returns, are pickled as well. Entries and variables that
+    cannot be pickled are added to ``plan.refused`` instead.
     """
-    try:
-        return _pickle_value(list(entries), common)
-    except Exception:
-        good = []
-        for entry in entries:
-            try:
-                _pickle_value(entry, common)
-                good.append(entry)
-            except Exception as error:
-                path = entry[0] if len(entry) == 2 else _path_at(*entry[:3])
-                plan.refused[path] = f"it cannot be pickled: {type(error).__name__}"
-        return _pickle_value(good, common)
+    packed = pickling.dump_all(entries, lacking, make=lambda file, _: _Pickler(file, common))
+    if not packed.errors:
+        return packed
+    plan.refused |= {name.removesuffix(ITEMS): f"it cannot be pickled: {why}" for name, why in packed.errors.items()}
+    failed = {*packed.errors, *(what.partition(",")[0] for what in packed.errors)}  # "lock, which f reads,"
+    rest = {name: entry for name, entry in entries.items() if name not in packed.errors}
+    return _dump_entries(rest, common, lambda names: [name for name in lacking(names) if name not in failed], plan)
 
 
-def _pickle_value(value: Any, common: _CommonObjects) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, common).dump(value)
-    return file.getvalue()
-
-
-def _unpickle_entries(data: bytes, walk: Walk) -> list[Any]:
-    return _Unpickler(io.BytesIO(data), walk).load()  # type: ignore[no-any-return]
-
-
-def _path_at(holder: Path, how: str, key: Any) -> Path:
-    return str(key) if how == "variable" else f"{holder}[{key!r}]" if how == "item" else f"{holder}.{key}"
+def _load_entries(plan: _Plan, walk: Walk) -> list[tuple[Any, ...]]:
+    """Unpickle the plan and set its variables, as code of later objects may read them; returns the other entries."""
+    unpickler, variables, entries = _Unpickler(io.BytesIO(plan.pickled), walk), user_namespace(), []
+    for name in plan.names:
+        entry = unpickler.load()
+        if name in plan.along:
+            pickling.set_missing_variables(variables, {name: entry})
+        elif entry[:2] == ("", "variable"):
+            variables[name] = entry[-1]
+        else:
+            entries.append(entry)
+    return entries
 
 
 def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
     errors: list[Any] = [None] * dist.get_world_size()
-    contents, leaves, error = [], [], ""
+    variables, entries, error = user_namespace(), list[tuple[Any, ...]](), ""
+    former = {name: variables[name] for name in plan.names if name in variables}
     try:
-        contents, leaves = _unpickle_entries(plan.contents, walk), _unpickle_entries(plan.leaves, walk)
+        if dist.get_rank() != source:
+            entries = _load_entries(plan, walk)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     dist.all_gather_object(errors, error)
     failed = {rank: text for rank, text in enumerate(errors) if text}
     if failed:
+        for name in plan.names:
+            variables.pop(name, None)
+        variables.update(former)
         rank, text = next(iter(failed.items()))
         raise RuntimeError(f"rank {rank} cannot take the state: {text}; nothing has changed")
+    for entry in entries:
+        _apply_entry(walk, *entry)
     if dist.get_rank() != source:
-        for path, (takes_all, items) in contents:
-            _replace_content(walk.objects[path], items, takes_all)
-        for holder, how, key, value in leaves:
-            _set_value(
-                walk.objects.get(holder), how, id(walk.objects[key.path]) if isinstance(key, _Id) else key, value
-            )
         for path, state in plan.states.items():
             _set_state(walk.objects[path], state)
     _broadcast_tensors([walk.objects[path] for path in plan.tensors], source)
@@ -404,6 +438,17 @@ def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
         while base.__len__(container) > (0 if takes_all else len(items)):
             base.pop(container)
         base.extend(container, items[base.__len__(container) :])
+
+
+def _apply_entry(walk: Walk, *entry: Any) -> None:
+    """Give a container its items, or a holder its value; `entry` as in ``_Plan.names``."""
+    if len(entry) == 3:
+        path, takes_all, items = entry
+        _replace_content(walk.objects[path], items, takes_all)
+    else:
+        holder, how, key, value = entry
+        key = id(walk.objects[key.path]) if isinstance(key, _Id) else key
+        _set_value(walk.objects.get(holder), how, key, value)
 
 
 def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
