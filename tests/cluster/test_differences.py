@@ -827,6 +827,35 @@ def test_a_copied_sampler_draws_the_part_of_its_rank(cells: ddip.Group) -> None:
     cells.run("assert [n for batch in loader for n in batch.tolist()] == list(range(rank, 8, 2))")
 
 
+def test_the_order_of_keys_is_copied_in_place(cells: ddip.Group) -> None:
+    cells.run("""
+        from collections import OrderedDict
+        keys = "ab" if rank == 0 else "ba"
+        order, nested, long = dict.fromkeys(keys, 1), [{key: key for key in keys}], dict.fromkeys(range(300), 0)
+        ordered, best = OrderedDict(a=1, b=2), OrderedDict()
+        if rank == 0:
+            ordered.move_to_end("a"); best.update(x=1, y=2)
+            long[150] = long.pop(150)
+        held = order, nested[0], long, ordered, best
+    """)
+    assert cells.sync(["order", "nested", "long", "ordered", "best"])
+    cells.run("""
+        assert list(order) == list(nested[0]) == ["a", "b"] and list(long)[-1] == 150
+        assert list(ordered.items()) == [("b", 2), ("a", 1)] and list(best.items()) == [("x", 1), ("y", 2)]
+        assert all(one is two for one, two in zip(held, (order, nested[0], long, ordered, best)))
+    """)
+
+
+def test_containers_that_cannot_change_are_replaced(cells: ddip.Group) -> None:
+    cells.run("""
+        import types
+        members = frozenset({1, 2}) if rank == 0 else frozenset({1})
+        view = types.MappingProxyType({"a": 1} if rank == 0 else {})
+    """)
+    assert cells.sync(["members", "view"]) == ["members", "view"]
+    cells.run("assert members == {1, 2} and view == {'a': 1}")
+
+
 def test_copied_containers_share_objects_with_copied_variables(cells: ddip.Group) -> None:
     cells.run("""
         class Item: pass

@@ -253,6 +253,11 @@ def role_of(mro: tuple[type, ...]) -> str:
     return next((role for role, kind in ROLES if kind in mro), "")
 
 
+def container_base(kind: type) -> Any:
+    """Return the class of ``builtins`` or ``collections`` that a class of containers derives from."""
+    return next(base for base in mro_of(kind) if base.__module__ in ("builtins", "collections"))
+
+
 def is_plain_key(key: Any) -> bool:
     """Return whether `key` is equal in all processes: a number, text or enum, but not an ``id()``."""
     kind = type(key)

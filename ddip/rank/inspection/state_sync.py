@@ -12,10 +12,12 @@ It runs on all ranks at the same time, in a healthy group without pending collec
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import pickle
 import random
 import sys
+import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +38,11 @@ from ddip.rank.inspection.walk import Path, Walk
 BUCKET_BYTES = 64 << 20
 FIXED = ("local", "class")
 """Kinds of links whose target cannot be replaced: a local of a suspended generator, the class of an instance."""
-CONTENT = ("length", "keys", "members", "items")
+CONTENT = ("length", "keys", "order", "members", "items")
+CONTAINERS = (dict, list, collections.deque, set)
+"""Containers whose items are replaced in place."""
+UNCHANGEABLE = (tuple, types.MappingProxyType, types.MethodType, functools.partial)
+"""Classes of holders that are replaced, as their parts cannot be."""
 ITEMS = "#content"
 """End of the names of entries that have the items of a container."""
 Table = dict[int, int]
@@ -197,7 +203,7 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table], known: Co
                 )
             elif base not in plan.tensors and fact != "type":
                 plan.tensors.append(base)
-        elif (fact in CONTENT or isinstance(value, set)) and common.has(base):
+        elif isinstance(value, CONTAINERS) and (fact in CONTENT or isinstance(value, set)) and common.has(base):
             contents[base] = fact == "items" or contents.get(base, False)
         elif fact in ("left", "line", "version"):
             plan.refused[base] = "an iterator or a suspended generator cannot be set" if fact != "version" else ""
@@ -220,7 +226,8 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table], known: Co
 
 
 def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, Any]], plan: _Plan) -> None:
-    """Add to `leaves` the assignment that copies the value at `base`, or the whole tuple that contains it.
+    """Add to `leaves` the assignment that copies the value at `base`, or the whole object that contains it if that
+    cannot change, such as a tuple.
 
     A value held by a suspended generator is added to ``plan.refused`` instead, and so is a gradient.
     """
@@ -230,7 +237,7 @@ def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, A
             plan.refused[base] = "it is held by a suspended generator" if how in FIXED else ""
             return
         owner = walk.objects.get(holder)
-        if isinstance(owner, tuple):
+        if isinstance(owner, UNCHANGEABLE):
             base = holder
             continue
         value = walk.objects[base] if base in walk.objects else _leaf_at(owner, how, key)
@@ -245,8 +252,7 @@ def _leaf_at(owner: Any, how: str, key: Any) -> Any:
     """Return the value at `key` in `owner`, linked as `how` says, without running user code."""
     match how:
         case "item":
-            base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
-            return base.__getitem__(owner, key)
+            return kinds.container_base(type(owner)).__getitem__(owner, key)
         case "cell":
             return owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents
         case "defaults":
@@ -261,10 +267,8 @@ def _leaf_at(owner: Any, how: str, key: Any) -> Any:
 
 def _content_of(container: Any) -> Any:
     """Return the items of a dictionary, list, deque or set, without the container."""
-    mro = kinds.mro_of(type(container))
-    if dict in mro:
-        return list(dict.items(container))
-    return list(next(kind for kind in mro if kind.__module__ in ("builtins", "collections")).__iter__(container))
+    base = kinds.container_base(type(container))
+    return list((base.items if dict in base.__mro__ else base.__iter__)(container))
 
 
 def _state_of(value: Any) -> Any:
@@ -418,23 +422,20 @@ def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
 
 
 def _replace_content(container: Any, items: list[Any], takes_all: bool) -> None:
-    """Give `container` the same keys or length as `items`.
+    """Give `container` the same keys, in the same order, or the same length as `items`.
 
     It keeps its own items at common keys and positions, unless `takes_all` is set. Sets are always replaced.
     """
-    mro = kinds.mro_of(type(container))
-    if dict in mro:
-        kept = {} if takes_all else dict(items)
-        for key in [key for key in dict.keys(container) if key not in kept]:
-            dict.__delitem__(container, key)
+    base = kinds.container_base(type(container))
+    if dict in base.__mro__:
+        own = {} if takes_all else dict(base.items(container))
+        base.clear(container)
         for key, value in items:
-            if not dict.__contains__(container, key):
-                dict.__setitem__(container, key, value)
-    elif set in mro:
+            base.__setitem__(container, key, own.get(key, value))
+    elif base is set:
         set.clear(container)
         set.update(container, items)
     else:
-        base: Any = list if list in mro else collections.deque
         while base.__len__(container) > (0 if takes_all else len(items)):
             base.pop(container)
         base.extend(container, items[base.__len__(container) :])
@@ -456,8 +457,7 @@ def _set_value(owner: Any, how: str, key: Any, value: Any) -> None:
         case "variable":
             user_namespace()[key] = value
         case "item":
-            base = next(kind for kind in kinds.mro_of(type(owner)) if kind.__module__ in ("builtins", "collections"))
-            base.__setitem__(owner, key, value)
+            kinds.container_base(type(owner)).__setitem__(owner, key, value)
         case "cell":
             owner.__closure__[owner.__code__.co_freevars.index(key)].cell_contents = value
         case "defaults":

@@ -298,7 +298,7 @@ class Walk:
     def _visit_mapping(self, path: Path, mapping: Any, depth: int) -> ItemsSum | None:
         proxy = type(mapping) is types.MappingProxyType
         length = len(mapping) if proxy else dict.__len__(mapping)
-        view: Any = mapping.items() if proxy else dict.items(mapping)
+        view: Any = mapping.items() if proxy else kinds.container_base(type(mapping)).items(mapping)
         self.values[f"{path}#keys"] = length
         first = next(iter(view), (None, None))[0]
         is_summed = torch.Tensor not in mro_of(type(first)) and self._add_summary(path, mapping, length)
@@ -310,8 +310,9 @@ class Walk:
             items = [*itertools.islice(view, EDGE_ITEMS), *itertools.islice(reversed(view), EDGE_ITEMS)]
             work = self._sum_items(path, list(view), is_ordered=False)
         if all(kinds.is_plain_key(key) for key, _ in items):
-            if self._summarize:
-                self.values[f"{path}#order"] = zlib.crc32(repr([kinds.key_text(key) for key, _ in items]).encode())
+            if self._summarize or self._keep:
+                ordered = (key for key, _ in (items if self._summarize else view) if kinds.is_plain_key(key))
+                self.values[f"{path}#order"] = zlib.crc32(repr([*map(kinds.key_text, ordered)]).encode())
             for text, key, value in sorted(((kinds.key_text(k), k, v) for k, v in items), key=operator.itemgetter(0)):
                 self._enqueue(f"{path}[{text}]", value, depth, path, "item", key)
         else:
