@@ -887,3 +887,15 @@ def test_a_sync_that_fails_on_a_rank_changes_nothing(cells: ddip.Group, capsys: 
     capsys.readouterr()
     assert cells.sync(["locked"]) == ["locked"]
     assert "lock, which locked reads, was not copied: it cannot be pickled: TypeError" in capsys.readouterr().err
+
+
+def test_sync_finds_objects_that_other_variables_hold_as_well(cells: ddip.Group) -> None:
+    cells.run("""
+        torch.manual_seed(0)
+        job = SimpleNamespace(counts=[0], net=nn.Linear(1, 1))
+        before, count = job, job.counts
+        job.counts[0] = rank + 5
+        if rank == 0: added, again = [job.net], job.net
+    """)
+    assert cells.sync(["job", "added", "again"]) == ["added", "again", "job.counts[0]"]
+    cells.run("assert job is before and job.counts is count == [5] and added[0] is again is job.net")

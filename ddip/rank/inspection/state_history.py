@@ -202,14 +202,22 @@ class History:
             del self._snapshots[next(iter(self._snapshots))]
         return True
 
-    def walk_now(self, *, checksums: bool = True, keep: bool = False, known: Collection[str] = ()) -> Walk:
+    def walk_now(
+        self,
+        *,
+        checksums: bool = True,
+        keep: bool = False,
+        known: Collection[str] = (),
+        first: Collection[str] = (),
+    ) -> Walk:
         """Abandon the current walk, walk over all variables without a pause, and return the complete walk.
 
-        Names in `known` come first; `checksums` and `keep` as in `Walk`. There are no checksums while the GPU works.
+        `known`, `first`, `checksums` and `keep` as in `Walk`. There are no checksums while the GPU works.
         Raises TimeoutError after `LONGEST_SECONDS`.
         """
         self.pause()
-        walk = Walk(variables_of(user_namespace()), known, checksums=checksums and gpu.state == "done", keep=keep)
+        variables, checksums = variables_of(user_namespace()), checksums and gpu.state == "done"
+        walk = Walk(variables, known, first=first, checksums=checksums, keep=keep)
         end = time.monotonic() + LONGEST_SECONDS
         for _ in walk.steps:
             if time.monotonic() > end:

@@ -33,11 +33,11 @@ from ddip.rank import user_namespace
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import LENGTHS, VERSION, hash_of, variable_of
-from ddip.rank.inspection.walk import Path, Walk
+from ddip.rank.inspection.walk import Path, Walk, variables_of
 
 BUCKET_BYTES = 64 << 20
-FIXED = ("local", "class")
-"""Kinds of links whose target cannot be replaced: a local of a suspended generator, the class of an instance."""
+FIXED = ("local", "class", "gradient")
+"""Kinds of links whose target is not replaced: a local of a suspended generator, the class of an instance."""
 CONTENT = ("length", "keys", "order", "members", "items")
 CONTAINERS = (dict, list, collections.deque, set)
 """Containers whose items are replaced in place."""
@@ -94,30 +94,41 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     refused path or name. Raises RuntimeError if a rank cannot unpickle a value; then nothing has changed on any rank.
     """
     last = history.after(cells[0]) if cells else None
-    walk = history.walk_now(keep=True, known=() if last is None else last.names)
-    table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
-    good = {} if last is None else _hash_values(last.values, set(walk.values))
-    gathered: list[Any] = [None] * dist.get_world_size()
     variables = user_namespace()
     known = {name for name in list(variables) if not pickling.lacks_variable(variables, name)}
-    dist.all_gather_object(gathered, (table, good, list(walk.sharded), walk.names, known))
-    tables, goods = [table for table, *_ in gathered], [good for _, good, *_ in gathered]
-    sharded = sorted({variable_of(path) for _, _, sharded_paths, *_ in gathered for path in sharded_paths})
-    refused = {name: f"rank {source} has no such variable" for name in names if name not in gathered[source][3]}
+    found = _gather((set(variables_of(variables)), known))
+    common = set.intersection(*(names for names, _ in found))
+    if names:
+        walk = history.walk_now(keep=True, first=common.intersection(names), known=common)
+    else:
+        walk = history.walk_now(keep=True, known=() if last is None else last.names)
+    table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
+    good = {} if last is None else _hash_values(last.values, set(walk.values))
+    gathered = _gather((table, good, list(walk.sharded)))
+    tables, goods = [table for table, *_ in gathered], [good for _, good, _ in gathered]
+    sharded = sorted({variable_of(path) for _, _, sharded_paths in gathered for path in sharded_paths})
+    refused = {name: f"rank {source} has no such variable" for name in names if name not in found[source][0]}
     refused |= dict.fromkeys(set(sharded).intersection(names), "each rank has another part of its parameters")
     if refused:
         return {"copied": [], "refused": refused}
     plans: list[Any] = [None]
     if dist.get_rank() == source:
         selection = _Selection(set(names), set(paths), set(sharded), walk, tables, goods)
-        known = set.intersection(*(known for *_, known in gathered))
-        plans = [_make_plan(walk, selection, tables, known)]
+        known = set.intersection(*(known for _, known in found))
+        plans = [_make_plan(walk, selection, tables, set(names) - common, known)]
     dist.broadcast_object_list(plans, src=source)
     plan: _Plan = plans[0]
     _apply_plan(walk, plan, source)
     _clear_gradients(walk, names, plan)
     history.replace_snapshots()
     return {"copied": plan.copied, "refused": plan.refused}
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the `value` of each rank. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _hash_values(values: Mapping[Path, Any], paths: Collection[Path]) -> Table:
@@ -180,8 +191,13 @@ class _Selection:
         return len(good) < 2 or f"{base}{VERSION}" == path or any(base.startswith(f"{m}.") for m in self._modules)
 
 
-def _make_plan(walk: Walk, selection: _Selection, tables: list[Table], known: Collection[str]) -> _Plan:
-    """Return the changes that copy the paths in `selection`; `known`: variables that every rank has."""
+def _make_plan(
+    walk: Walk, selection: _Selection, tables: list[Table], lacked: Collection[str], known: Collection[str]
+) -> _Plan:
+    """Return the changes that copy the paths in `selection` and the variables `lacked`, which some rank lacks.
+
+    `known`: variables that functions may read on every rank.
+    """
     common = _CommonObjects(walk, tables)
     plan = _Plan([], {}, selection.gradients, selection.left_out, [], [], b"")
     contents: dict[Path, bool] = {}
@@ -211,6 +227,7 @@ def _make_plan(walk: Walk, selection: _Selection, tables: list[Table], known: Co
             plan.states[base] = state
         else:
             _add_leaf(base, walk, leaves, plan)
+    leaves |= {name: ("", "variable", name, user_namespace()[name]) for name in lacked & walk.aliases.keys()}
     for path in [p for p, (holder, *_) in leaves.items() if holder and not common.has(holder)]:
         del leaves[path]  # it comes with its container, which some rank lacks
     plan.refused = {path: why for path, why in plan.refused.items() if why}
@@ -233,8 +250,8 @@ def _add_leaf(base: Path, walk: Walk, leaves: dict[Path, tuple[Path, str, Any, A
     """
     while base in walk.links:
         holder, how, key = walk.links[base]
-        if how in FIXED or how == "gradient":
-            plan.refused[base] = "it is held by a suspended generator" if how in FIXED else ""
+        if how in FIXED:
+            plan.refused[base] = "it is held by a suspended generator" if how == "local" else ""
             return
         owner = walk.objects.get(holder)
         if isinstance(owner, UNCHANGEABLE):
@@ -397,7 +414,6 @@ def _load_entries(plan: _Plan, walk: Walk) -> list[tuple[Any, ...]]:
 
 
 def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
-    errors: list[Any] = [None] * dist.get_world_size()
     variables, entries, error = user_namespace(), list[tuple[Any, ...]](), ""
     former = {name: variables[name] for name in plan.names if name in variables}
     try:
@@ -405,8 +421,7 @@ def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
             entries = _load_entries(plan, walk)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    dist.all_gather_object(errors, error)
-    failed = {rank: text for rank, text in enumerate(errors) if text}
+    failed = {rank: text for rank, text in enumerate(_gather(error)) if text}
     if failed:
         for name in plan.names:
             variables.pop(name, None)

@@ -65,8 +65,8 @@ def variables_of(namespace: Mapping[str, Any]) -> dict[str, Any]:
 class Walk:
     """One walk over `variables`; iterate over `steps` to the end, then read `values`.
 
-    Names in `known` are walked first, so that a variable that only one rank has created cannot give another path to an
-    object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links`
+    Names in `first`, then those in `known`, are walked before the others, so that a variable that only one rank has
+    created cannot give another path to an object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links`
     and `aliases` are filled, so that callers can change the objects and find all their holders.
 
     With `summarize`, which returns a digest of a long container or None, the walk is whole: it records the digests, or
@@ -78,6 +78,7 @@ class Walk:
         variables: Mapping[str, Any],
         known: Collection[str] = (),
         *,
+        first: Collection[str] = (),
         checksums: bool = False,
         process_wide: bool = True,
         keep: bool = False,
@@ -112,10 +113,10 @@ class Walk:
         self._first: collections.deque[tuple[Path, Any, int]] = collections.deque()
         self._queue: collections.deque[tuple[Path, Any, int]] = collections.deque()
         self._last: collections.deque[tuple[Path, list[tuple[Any, Any]], int]] = collections.deque()
-        names = set(known)
-        rest = sorted(variables, key=lambda name: (name not in names, name))
-        self._roots = collections.deque([(name, variables[name]) for name in rest if name in names])
-        self._later = collections.deque([(name, variables[name]) for name in rest if name not in names])
+        early, rest = variables.keys() & first, variables.keys() - first
+        self._roots = [
+            [(name, variables[name]) for name in sorted(names)] for names in (early, rest & {*known}, rest - {*known})
+        ]
         self._process_wide = process_wide
 
     @property
@@ -126,15 +127,18 @@ class Walk:
     @property
     def steps(self) -> Iterator[None]:
         """The steps of the walk, between which it may pause or be abandoned."""
-        self._queue.extend((name, value, 0) for name, value in self._roots)
-        yield from self._drain()
-        self._queue.extend((name, value, 0) for name, value in self._later)
+        *early, last = self._roots
+        for roots in early:
+            self._queue.extend((name, value, 0) for name, value in roots)
+            yield from self._drain()
+        self._queue.extend((name, value, 0) for name, value in last)
         if self._process_wide:
             self._queue.extend((name, value, 0) for name, value in kinds.process_wide())
             for name, module in kinds.user_modules():
                 self._visit_module(name, module)
         yield from self._drain()
-        for kept in (self._roots, self._later, self._alive, self._names):  # the walk must not keep objects alive
+        del early, last
+        for kept in (*self._roots, self._alive, self._names):  # the walk must not keep objects alive
             kept.clear()  # type: ignore[attr-defined]
 
     def finish(self) -> Walk:
