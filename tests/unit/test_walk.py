@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection import walk as walks
@@ -267,3 +268,13 @@ def test_changes_within_objects_of_libraries_are_found(
     assert Walk({"v": value}, checksums=True, process_wide=False).finish().values == before
     change(value)
     assert Walk({"v": value}, checksums=True, process_wide=False).finish().values != before
+
+
+def test_tensors_of_each_ranks_own_gpu_have_equal_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = []
+    for own, other in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
+        monkeypatch.setattr(walks.gpu, "device", torch.device(own))
+        with FakeTensorMode():
+            variables = {"net": torch.empty(2, device=own), "away": torch.empty(2, device=other)}
+        facts.append(Walk(variables, process_wide=False).finish().values)
+    assert facts[0]["net#type"] == facts[1]["net#type"] and facts[0]["away#type"] != facts[1]["away#type"]

@@ -34,6 +34,7 @@ from ddip.rank.inspection import kinds
 from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import LENGTHS, VERSION, hash_of, variable_of
 from ddip.rank.inspection.walk import Path, Walk, variables_of
+from ddip.rank.runtime.gpu import gpu
 
 BUCKET_BYTES = 64 << 20
 FIXED = ("local", "class", "gradient")
@@ -346,7 +347,7 @@ class _CommonObjects:
 class _Pickler(pickling.Pickler):
     """A pickler that writes objects that every rank has as references to their paths.
 
-    Tensors and generators stay on their device: each rank's own GPU has the same name there.
+    Tensors on the GPU of this rank are restored on the receiver's.
     """
 
     def __init__(self, file: io.BytesIO, common: _CommonObjects) -> None:
@@ -358,8 +359,10 @@ class _Pickler(pickling.Pickler):
         return self._common.path_of(value)
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.TypedStorage):
+            return pickling.typed_storage, (self._shared_storage(obj._untyped_storage), obj.dtype)
         if isinstance(obj, torch.UntypedStorage) and pickling.is_elsewhere(obj):
-            return _storage_on, (obj.cpu(), str(obj.device))
+            return _storage_on, (obj.cpu(), None if obj.device == gpu.device else obj.device)
         return NotImplemented if isinstance(obj, torch.Generator) else super().reducer_override(obj)
 
     def on_cpu(self, obj: Any) -> Any:
@@ -367,9 +370,10 @@ class _Pickler(pickling.Pickler):
         return obj
 
 
-def _storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    """Return a copy of `storage` on `device`."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()  # type: ignore[call-overload]
+def _storage_on(storage: torch.UntypedStorage, device: torch.device | None) -> torch.UntypedStorage:
+    """Return a copy of `storage` on `device`, or for None on this rank's."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return whole.to(device or gpu.device).untyped_storage()  # type: ignore[no-any-return]
 
 
 class _Unpickler(pickle.Unpickler):

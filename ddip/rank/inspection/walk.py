@@ -36,6 +36,7 @@ from ddip.rank.inspection.kinds import instance_dict, mro_of, slots_of
 from ddip.rank.objects import wrappers
 from ddip.rank.objects.checksum import FREED, PART_BYTES, BytesSum, Checksum, ItemsSum, ObjectsSum
 from ddip.rank.runtime import libraries
+from ddip.rank.runtime.gpu import gpu
 
 Path: TypeAlias = str
 _gradient_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
@@ -66,8 +67,9 @@ class Walk:
     """One walk over `variables`; iterate over `steps` to the end, then read `values`.
 
     Names in `first`, then those in `known`, are walked before the others, so that a variable that only one rank has
-    created cannot give another path to an object that all ranks have. With `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links`
-    and `aliases` are filled, so that callers can change the objects and find all their holders.
+    created cannot give another path to an object that all ranks have. With
+    `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links` and `aliases` are filled, so that
+    callers can change the objects and find all their holders.
 
     With `summarize`, which returns a digest of a long container or None, the walk is whole: it records the digests, or
     visits all items; `unseen` has the paths of objects whose contents it could not visit.
@@ -280,7 +282,8 @@ class Walk:
             self.sharded.add(path)
             self.values[f"{path}#type"] = type(tensor).__name__
         else:
-            facts = str(tensor.dtype), tuple(tensor.shape), str(tensor.device), tensor.requires_grad
+            device = tensor.device.type if tensor.device == gpu.device else str(tensor.device)  # rank 1 has cuda:1
+            facts = str(tensor.dtype), tuple(tensor.shape), device, tensor.requires_grad
             self.values[f"{path}#type"] = facts
             if kinds.is_readable_number(tensor):
                 number = tensor.detach().item()
