@@ -41,9 +41,9 @@ def make():
         generator=torch.Generator().manual_seed(7), sampler=DistributedSampler(range(16), shuffle=True), losses=[],
     )
 
-def step(job, fails=""):
+def step(job, fails="", on=1):
     def at(place):
-        if place == fails and rank == 1: raise ValueError(f"planted at {place}")
+        if place == fails and rank == on: raise ValueError(f"planted at {place}")
     job.opt.zero_grad()
     batch = torch.randperm(24, generator=job.generator)[rank::world_size][:8].float().reshape(2, 4)
     loss = job.net(batch / 16).square().mean()
@@ -156,6 +156,34 @@ def test_a_difference_is_named_again_until_it_is_resolved(
         cells.run(failing_cell)
     cells.run("pass")
     assert "job.stopping.patience" in capsys.readouterr().err
+
+
+def test_after_a_rebuild_only_rank_0_offers_its_values(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fail on rank 0 before its optimizer's step: the rebuild gives rank 1 the parameters, which it had updated."""
+    cells.run("job, twin = make(), make()")
+    run_and_record(cells, "for _ in range(2): step(job); step(twin)")
+    run_and_record(cells, "for _ in range(2): step(job); step(twin)\nshown = 'one' if rank else 'two'")
+    capsys.readouterr()
+    with pytest.raises(ddip.CellError, match="planted"):
+        cells.run("step(job, 'backward', 0)")
+    with pytest.raises(BadInput, match="the optimizers of rank 1 do not belong"):
+        cells.sync(source=1)
+    stderr = capsys.readouterr().err
+    assert "rebuilt, with rank 0's parameters" in stderr and "job.opt" in stderr and "--from" not in stderr
+    assert cells.sync(["shown"], source=1) == ["shown"]
+    assert "the optimizers of rank 1 do not belong" in capsys.readouterr().err
+    cells.sync()
+    cells.run("""
+        torch.randperm(24, generator=twin.generator)  # rank 0 had drawn the batch
+        for _ in range(10): step(job); step(twin)
+        check_equal(job, twin)
+    """)
+    capsys.readouterr()
+    cells.options.failure_grace = 30.0
+    with pytest.raises(ddip.CellError):  # the next fault offers other ranks again
+        cells.run("job.stopping.patience += rank\nraise ValueError")
+    assert "job.stopping.patience" in cells.sync(source=1)
+    assert "--from RANK" in capsys.readouterr().err
 
 
 def test_gradients_that_differ_are_cleared(cells: ddip.Group) -> None:

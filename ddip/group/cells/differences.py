@@ -46,6 +46,8 @@ NO_HISTORY = "ddip had no earlier state, so it compared only counters, optimizer
 CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
 """Roles of objects whose differences ``%dipcheck`` reports even if they are by design."""
 SYNC = "%dipsync {name} copies rank 0's"
+OTHER_RANK = " (--from RANK: another rank's)"
+REVIVED = "the rebuild has given DDP models rank 0's parameters, to which the optimizers of rank {source} do not belong"
 TODO = {
     "module": "%dipsync {name}; statistics of BatchNorm: SyncBatchNorm, or rank 0's",
     "subset": "give random_split a generator with the same seed on all ranks",
@@ -125,6 +127,8 @@ class Differences:
         `report_fault` then compares the ranks. `cell`: unique name of its run. `trained`: the cell may have begun
         training iterations.
         """
+        if not (self.pending or self.is_unsettled):
+            self._manager.has_revived = False
         self._failed.append(cell)
         self._has_trained |= trained
         self.is_torn = True
@@ -187,7 +191,7 @@ class Differences:
             return
         self._reported.update(found.hashes)
         self._unsettled.update(found.hashes)
-        text = fault_text(found, len(self._ranks.members))
+        text = fault_text(found, len(self._ranks.members), self._manager.has_revived)
         if not text and found.first_cell and self._has_trained:
             text = f"{NO_HISTORY}; %dipcheck compares the rest"
         self._has_trained = False
@@ -301,6 +305,10 @@ class Differences:
         `names` could be copied, such as sharded objects, RequestFailed, and RequestInterrupted.
         """
         paths: set[int] = set()
+        if source and self._manager.has_revived and self.is_unsettled:
+            if not names:
+                raise BadInput(f"%dipsync --from {source}: {REVIVED.format(source=source)}; type %dipsync")
+            notify(REVIVED.format(source=source))
         if not names:
             found = self._compare([])
             paths = self._reported.union(found.hashes)
@@ -465,10 +473,10 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
 # -- messages
 
 
-def fault_text(found: Findings, size: int) -> str:
+def fault_text(found: Findings, size: int, has_revived: bool = False) -> str:
     """Return the report for the user in several lines; empty if nothing was found.
 
-    `size`: number of ranks.
+    `size`: number of ranks. `has_revived`: all ranks have rank 0's parameters already, so it offers no other rank.
     """
     lines = []
     if found.differences:
@@ -480,7 +488,7 @@ def fault_text(found: Findings, size: int) -> str:
             lines.append(NO_HISTORY)
         sharded = sorted({variable_of(difference.owner) for difference in found.differences if difference.sharded})
         if not all(difference.sharded for difference in found.differences):
-            lines.append("%dipsync copies rank 0's values to the others (--from RANK: another rank's)")
+            lines.append("%dipsync copies rank 0's values to the others" + OTHER_RANK * (not has_revived))
         if sharded:
             lines.append(f"{', '.join(sharded)}: each rank has its own part; load a checkpoint, or use ddip.dist_state")
     if found.at_rest:

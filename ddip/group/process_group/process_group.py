@@ -76,6 +76,8 @@ class ProcessGroupManager:
         """False if the group must be formed or rebuilt before it is used."""
         self.generation = 0
         """Number of the current group, counting those formed by ddip or by a cell."""
+        self.has_revived = False
+        """True if a rebuild has given DDP wrappers rank 0's parameters, until the next fault of equal ranks."""
 
     def networks(self) -> dict[int, Network]:
         """Return address and interface of each host by its number.

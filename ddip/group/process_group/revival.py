@@ -38,6 +38,7 @@ def revive_objects(ranks: Ranks, manager: ProcessGroupManager, lost_objects: Los
             manager.healthy = False
             raise
         revived = answers[0]
+        manager.has_revived |= revived > 0
     if any(lost_objects.values()):
         names = ranks.call_on_control_channel(range(len(ranks.members)), on_rank.forget_lost_objects())
         variables = sorted({name for of_rank in names.values() for name in of_rank or ()})
