@@ -394,6 +394,43 @@ def test_an_interrupt_that_a_cell_has_caught_is_not_forgotten(
     assert CLEARED + UNCHANGED in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("failing", few(["one rank", "all ranks"], "one rank"))
+def test_a_caught_error_in_the_last_step_is_told_and_compared(
+    cells: ddip.Group, failing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Let SGD fail at its third parameter on rank 1, and train on."""
+    cells.run("""
+        class Half(torch.optim.SGD):
+            fails = False
+            def step(self, closure=None):
+                with torch.no_grad():
+                    for number, one in enumerate(self.param_groups[0]["params"]):
+                        if self.fails and number == 2: raise MemoryError("planted")
+                        one.add_(one.grad, alpha=-0.05)
+        def careful(net, opt, batch):
+            opt.zero_grad()
+            loss = loss_of(net, batch)
+            loss.backward()
+            try: opt.step()
+            except MemoryError: pass
+            return loss.item()
+    """)
+    make_pair(cells, "DDP(with_fault())", opt="(lambda net: Half(net.parameters(), 0.05))")
+    everywhere = failing == "all ranks"
+    cells.run(f"opt.fails = {everywhere} or rank == 1; careful(net, opt, 3); opt.fails = False; steps = rank")
+    shown = capsys.readouterr().err
+    where = "ranks 0, 1" if everywhere else "rank 1"
+    assert f"this cell ended inside an optimizer's step on {where}: parameters and the optimizer's state" in shown
+    cells.run("""
+        both = [None, None]
+        dist.all_gather_object(both, [one.tolist() for one in net.parameters()])
+        assert both[0] == both[1]
+        twin.load_state_dict(net.state_dict())
+        check(net, opt, twin, its, range(4, 14), careful)
+    """)
+    assert ("rebuilt, with rank 0's parameters" in capsys.readouterr().err) != everywhere
+
+
 @pytest.mark.grid
 def test_ranks_busy_with_another_cell_are_reset_when_free(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]

@@ -364,6 +364,7 @@ class Cells:
         reports = {rank: running.reports.get(rank) for rank in running.replies}
         if not over and reports:
             trained = self._manager.iterations.note_end(reports, failed)
+            failed |= trained  # a good cell may have caught an error within an iteration
         if over or failed:
             self._differences.note_fault(running.name, trained)
         elif len(running.replies) == len(self._ranks.members):

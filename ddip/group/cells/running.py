@@ -153,9 +153,9 @@ def _cell_text(ending: str) -> str:
 
 
 def tell_half_steps(ending: str, reports: Mapping[int, CellReport | None]) -> None:
-    """Print the ranks that a failed cell left within a step of an optimizer."""
+    """Print the ranks that a cell left within a step of an optimizer, even if the cell has caught the error."""
     within = [rank for rank, report in sorted(reports.items()) if report and report.get("iteration", {}).get("in_step")]
-    if within and ending != "good":
+    if within:
         notify(HALF_STEP.format(cell=_cell_text(ending), ranks=ranks_text(within)))
 
 

@@ -44,7 +44,7 @@ class Iterations:
         iterations = [
             report["iteration"] for report in reports.values() if report is not None and "iteration" in report
         ]
-        if not failed and not any(report["unfinished"] for report in iterations):
+        if not failed and not any(report["unfinished"] or report["in_step"] for report in iterations):
             return False
         unknown = {rank for rank, report in reports.items() if report is None}
         if unknown.issubset(self._ranks.ended) and not any(_has_trained(report) for report in iterations):
