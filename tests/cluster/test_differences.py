@@ -159,7 +159,7 @@ def test_a_difference_is_named_again_until_it_is_resolved(
 
 
 def test_after_a_rebuild_only_rank_0_offers_its_values(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fail on rank 0 before its optimizer's step: the rebuild gives rank 1 the parameters, which it had updated."""
+    """Fail on rank 0 before its optimizer's step, while rank 1 takes that step."""
     cells.run("job, twin = make(), make()")
     run_and_record(cells, "for _ in range(2): step(job); step(twin)")
     run_and_record(cells, "for _ in range(2): step(job); step(twin)\nshown = 'one' if rank else 'two'")
