@@ -359,7 +359,7 @@ class IterationReport(TypedDict):
     unfinished: bool
     """True if the cell ended within a backward pass or an optimizer step."""
     in_step: bool
-    """True if the last step of an optimizer has begun and not ended."""
+    """True if the last step of an optimizer has begun and not ended, or steps ended in a backward pass that failed."""
     backwards: int
     """Number of finished backward passes."""
     steps: int

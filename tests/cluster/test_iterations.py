@@ -75,7 +75,7 @@ def with_fault():
     return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), Fault(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
 """
 CLEARED = "the cell ended inside a training iteration: gradients of `net` were cleared on all ranks"
-UNCHANGED = "; parameters and optimizer are unchanged"
+UNCHANGED = "; parameters and optimizers are as the cell left them"
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +212,36 @@ def test_the_end_of_a_cell_inside_a_step_is_reported(cells: ddip.Group, capsys: 
     )
     cells.run("pass")
     assert UNCHANGED not in shown + capsys.readouterr().err
+
+
+def test_optimizers_that_step_within_a_failed_backward_pass_are_reported(
+    cells: ddip.Group, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells.run("""
+        def make_fused():
+            net = with_fault()
+            opts = {one: torch.optim.Adam([one], 0.05) for one in net.parameters()}
+            def update(one):
+                dist.all_reduce(one.grad)
+                opts[one].step(); opts[one].zero_grad()
+            for one in net.parameters(): one.register_post_accumulate_grad_hook(update)
+            return net
+        net, twin = make_fused(), make_fused()
+        def train(net, batches): return [loss.backward() or loss.item() for b in batches for loss in [loss_of(net, b)]]
+        assert train(net, range(3)) == train(twin, range(3))
+    """)
+    within = "ended inside an optimizer's step on ranks 0, 1"
+    assert_fails(cells, "Fault.on = True; train(net, [3])")
+    assert f"the failed cell {within}" in capsys.readouterr().err
+    cells.run("""
+        Fault.on = False
+        assert any(not torch.equal(*pair) for pair in zip(net.parameters(), twin.parameters()))
+        twin.load_state_dict(net.state_dict())
+    """)
+    assert UNCHANGED not in capsys.readouterr().err
+    assert_fails(cells, "train(net, [4]); raise MemoryError('planted')")  # the backward pass is complete
+    cells.run("pass")
+    assert within not in capsys.readouterr().err
 
 
 def test_an_error_in_a_forward_pass_clears_earlier_micro_batches(

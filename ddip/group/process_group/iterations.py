@@ -17,7 +17,11 @@ NOT_RESET = (
     "a failed cell may have left models and wrappers in the middle of an iteration, with gradients, and ddip could not "
     "reset them ({error}): recreate them"
 )
-UNCHANGED = "; parameters and optimizer are unchanged"
+HOOKS = (
+    "your communication hook of {models} may keep values of the unfinished iteration, such as an error feedback: reset "
+    "them, or create the DDP wrapper again"
+)
+UNCHANGED = "; parameters and optimizers are as the cell left them"
 
 
 class Iterations:

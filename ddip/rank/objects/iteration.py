@@ -52,6 +52,8 @@ class _Cell:
     """Optimizers whose last step has begun and not ended; a closure may finish backward passes within the step."""
     threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
     """Threads other than the main thread that ran a backward pass or an optimizer step."""
+    has_updated_part = False
+    """True if the last backward pass has failed after steps of optimizers that hooks of the parameters make in it."""
     nodes = 0
     """Autograd nodes when the last backward pass or step ended, or else when the cell began."""
     gradients: Mapping[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -79,11 +81,13 @@ def _wrap_backward(run: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True  # the debugger omits this frame
         if not kwargs.get("accumulate_grad"):  # torch.autograd.grad
             return run(*args, **kwargs)
+        steps = _Cell.steps
         try:
             result = run(*args, **kwargs)
         except BaseException:
             _record_thread()
             _Cell.is_within_call = True
+            _Cell.has_updated_part = _Cell.steps > steps
             raise
         _Cell.backwards += 1
         _finish_call()
@@ -111,7 +115,7 @@ def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _finish_call() -> None:
-    _Cell.is_within_call = False
+    _Cell.is_within_call = _Cell.has_updated_part = False
     if _record_thread():  # nodes are counted per thread
         _Cell.nodes = _count_nodes()
 
@@ -133,7 +137,7 @@ def begin_cell() -> None:
     """Forget the last cell's backward passes and steps; note the graph nodes and gradients that exist already."""
     _Cell.backwards = _Cell.steps = 0
     _Cell.threads.clear()
-    _Cell.is_within_call = False
+    _Cell.is_within_call = _Cell.has_updated_part = False
     _Cell.open_steps.clear()
     _Cell.nodes = _count_nodes()
     groups = [group for optimizer in list(changes.optimizers) for group in optimizer.__dict__.get("param_groups", ())]
@@ -157,7 +161,7 @@ def report_position() -> IterationReport:
     return {
         "forward": _count_nodes() > _Cell.nodes,
         "unfinished": _Cell.is_within_call,
-        "in_step": bool(_Cell.open_steps),
+        "in_step": bool(_Cell.open_steps) or _Cell.has_updated_part,
         "backwards": _Cell.backwards,
         "steps": _Cell.steps,
         "in_thread": False,
