@@ -179,6 +179,15 @@ done = losses, [p.tolist() for p in net.parameters()], os.environ["MINE"], state
 """
 
 
+DRAW = """
+import torch, torch.distributed as dist
+rows = [None] * world_size
+dist.all_gather_object(rows, torch.randperm(16)[rank::world_size].tolist())
+assert sorted(sum(rows, [])) == list(range(16)), rows
+"""
+"""Draws rows for one step of all ranks: each row once if the ranks draw the same random numbers."""
+
+
 @pytest.mark.grid(in_ci=True)
 def test_a_new_rank_has_the_settings_that_cells_have_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -191,9 +200,12 @@ def test_a_new_rank_has_the_settings_that_cells_have_changed(
         group.run(STATE + CHANGED.format(folder=str(tmp_path)) + FRESH)
         undisturbed = [values["done"] for values in group.pull_all(["done"], [0, 1, 2])[0]]
         with pytest.raises(ddip.CellError):
-            group.run("if rank == 2: os.kill(os.getpid(), 9)")
+            group.run("torch.manual_seed(7); torch.rand(3)\nif rank == 2: os.kill(os.getpid(), 9)")
         assert group.repair() == [2]
-        assert "MINE differed on ranks 0, 1, so ddip did not set it on rank 2" in capsys.readouterr().err
+        stderr = capsys.readouterr().err
+        assert "MINE differed on ranks 0, 1, so ddip did not set it on rank 2" in stderr
+        assert "rank 2 got torch's random numbers from ranks 0, 1, which all had the same" in stderr
+        group.run(DRAW)
         group.run(STATE + "if rank == 2: os.environ['MINE'] = '2'\nassert 'LANG_OF_A_TEST' not in os.environ")
         group.run(FRESH)
         assert [values["done"] for values in group.pull_all(["done"], [0, 1, 2])[0]] == undisturbed

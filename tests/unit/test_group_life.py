@@ -373,6 +373,26 @@ def test_a_new_rank_gets_settings_on_which_the_others_agree(
     assert "MINE differed on ranks 0, 1, so ddip did not set it on rank 2" in stderr
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_new_rank_gets_random_numbers_that_several_others_share(
+    new_group: NewGroup, lost: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copy no random numbers if one other rank is left: the lost rank may have drawn different ones."""
+    group, taken = new_group(lost + 1), list[dict[str, bytes]]()
+    for rank in range(lost):
+        found = {"torch's random numbers": b"7", "Python's random numbers": b"%d" % rank}
+        group.engine(rank).answers[on_rank.find_changed_settings.target] = lambda found=found: found
+    monkeypatch.setattr(ScriptedEngine, "take_over_settings", lambda _, changed: taken.append(changed) or [])
+    with pytest.raises(CellError):
+        group.run(f"{lost}: die")
+    assert group.repair() == [lost]
+    stderr = capsys.readouterr().err
+    assert taken == [{} if lost == 1 else {"torch's random numbers": b"7"}]
+    assert ("rank 2 got torch's random numbers from ranks 0, 1" in stderr) == (lost == 2)
+    assert ("rank 1 drew new random numbers at the start: if all ranks" in stderr) == (lost == 1)
+    assert "differed" not in stderr
+
+
 def test_a_rank_on_which_every_cell_fails_is_replaced(new_group: NewGroup) -> None:
     group = new_group(2)
     run = group.engine(1).run

@@ -42,7 +42,7 @@ CUT = (
     "ddip compares only a part of so many objects after a fault, so it may not name differences deep inside large "
     "lists and dictionaries"
 )
-NO_HISTORY = "ddip had no earlier state, so it compared only counters, optimizers and generators"
+NO_HISTORY = "ddip had no earlier state, so it compared only counters, optimizers and generators in variables"
 CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
 """Roles of objects whose differences ``%dipcheck`` reports even if they are by design."""
 SYNC = "%dipsync {name} copies rank 0's"

@@ -1,7 +1,7 @@
 """Restore objects of the former process group after a rebuild, and report those that must be recreated.
 
 New ranks also get the process settings that cells have changed on the others: directory, environment, ``sys.path``,
-settings of torch.
+settings of torch; and random numbers that are the same on all others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from ddip.protocol.reports import LostObjects
 AGAIN = "the group was rebuilt; "
 SAME = "unchanged"
 """Word in the names of settings that are copied only between ranks on the same host."""
+RANDOM = "random numbers"
+"""Word in the names of states of random number generators, which are copied only if several ranks agree on them."""
+OWN_RANDOM = (
+    "{ranks} drew new random numbers at the start: if all ranks shall draw the same, set the seed again on all, as in "
+    "%%dip: torch.manual_seed(...)"
+)
 RPC_IS_LEFT = "RPC still knows the former ranks: type %makedip -r before you use it again"
 SHOWN_NAMES = 8
 KEPT = "with rank 0's parameters and buffers on every rank"
@@ -100,10 +106,11 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> None:
     if not kept or not new:
         return
     first, *others = ranks.ask_soon(dict.fromkeys(kept, on_rank.find_changed_settings()))
-    agreed = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
-    differing = sorted(
-        {name for settings in (first, *others) for name in settings if name not in agreed and SAME not in name}
-    )
+    is_shared = {name: all(other.get(name) == value for other in others) for name, value in first.items()}
+    agreed = {name: value for name, value in first.items() if is_shared[name] and (others or RANDOM not in name)}
+    random = [name for name in agreed if RANDOM in name]
+    names = {name for settings in (first, *others) for name in settings if SAME not in name and RANDOM not in name}
+    differing = sorted(names - agreed.keys())
     source = ranks.members[kept[0]].binding.host
     elsewhere = {name: value for name, value in agreed.items() if SAME not in name}
     calls = {
@@ -114,6 +121,10 @@ def carry_settings(ranks: Ranks, new: Sequence[int]) -> None:
         for what, error in answer:
             if error:
                 notify(f"rank {rank} could not copy {what} from rank {kept[0]}: {error}")
+    if random:
+        inform(f"{ranks_text(new)} got {' and '.join(random)} from {ranks_text(kept)}, which all had the same")
+    elif not others and f"torch's {RANDOM}" in first:
+        notify(OWN_RANDOM.format(ranks=ranks_text(new)))
     if differing:
         what = ", ".join(name.removeprefix("$") for name in differing)
         notify(f"{what} differed on {ranks_text(kept)}, so ddip did not set it on {ranks_text(new)}")

@@ -14,18 +14,21 @@ whose code names one of the functions that change the setting. If a user calls `
 cell that fails later, the setting stays and the notebook prints the line that restores it. After a cell that succeeded,
 the notebook prints nothing, unless the cell has left its ranks with different values.
 
-A new rank (after a repair, or in a larger group) gets the settings in `CARRIED`, and the variables of ``os.environ``
-and entries of ``sys.path`` that cells have changed on the existing ranks.
+A new rank (after a repair, or in a larger group) gets the settings in `CARRIED`, the variables of ``os.environ`` and
+entries of ``sys.path`` that cells have changed on the existing ranks, and the state of each process-wide random number
+generator that is the same on all of them.
 
 Handled elsewhere or not at all: signal handlers and trace functions (``aside.py``), ``sys.stdout`` and ``sys.stderr``
-(``mending.py``), random number generators, and new names in ``os.environ``, which imports add.
+(``mending.py``), other changes of random number generators, and new names in ``os.environ``, which imports add.
 """
 
 from __future__ import annotations
 
 import decimal
+import importlib
 import os
 import pickle
+import random
 import re
 import sys
 import warnings
@@ -48,6 +51,8 @@ NUMERIC = ("default dtype", "deterministic algorithms", "matmul precision", "cuD
 """Settings on which results depend, which a save has. Others may be set only for the block in which it is taken."""
 CARRIED = ("gradients", "anomaly mode", *NUMERIC)
 """Settings that a new rank takes over besides the directory."""
+RANDOM = "random numbers"
+"""Word in the keys of states of random number generators."""
 DIRECTORY, SAME_DIRECTORY, PATH = "working directory", "unchanged working directory", "sys.path"
 """Keys of what a new rank takes over; the second is only for ranks on the same host."""
 OF_A_RANK = re.compile(
@@ -395,6 +400,7 @@ def note_start() -> None:
     """Record the settings before this rank's first cell."""
     _start.update({name: SETTINGS[name].read() for name in (*CARRIED, "threads", DIRECTORY, ENVIRONMENT)})
     _start[PATH] = list(sys.path)
+    _start[RANDOM] = torch.initial_seed()
 
 
 def note_threads(count: int) -> None:
@@ -416,7 +422,8 @@ def set_own_variable(name: str, value: str) -> None:
 def find_changed() -> dict[str, bytes]:
     """Return the settings that cells have changed since the rank's start, pickled, so that a new rank can adopt them.
 
-    A key is the name of a torch setting or of the working directory, ``sys.path``, or ``$NAME`` of a variable.
+    A key is the name of a torch setting or of the working directory, ``sys.path``, ``$NAME`` of a variable, or has
+    `RANDOM` for the state of a generator, changed or not; torch's is only there if a cell has seeded it.
     """
     found: dict[str, Any] = {}
     if directory := _read_directory():
@@ -431,7 +438,33 @@ def find_changed() -> dict[str, bytes]:
         added = [entry for entry in path[first:] if entry not in _start[PATH]]
         found[PATH] = path[:first], added, [entry for entry in _start[PATH] if entry not in path]
     found |= {name: value for name in CARRIED if (value := SETTINGS[name].read()) != _start[name]}
+    found |= _read_generators()
     return {name: pickle.dumps(value) for name, value in found.items()}
+
+
+def _read_generators() -> dict[str, Any]:
+    found: dict[str, Any] = {f"Python's {RANDOM}": random.getstate()}
+    if "numpy.random" in sys.modules:
+        found[f"NumPy's {RANDOM}"] = sys.modules["numpy.random"].get_state()
+    if torch.initial_seed() != _start[RANDOM]:
+        found[f"torch's {RANDOM}"] = bytes(torch.get_rng_state().tolist())
+        if torch.cuda.is_initialized():
+            found[f"CUDA's {RANDOM}"] = bytes(torch.cuda.get_rng_state().tolist())
+    return found
+
+
+def _apply_generator(name: str, state: Any) -> tuple[str, str]:
+    try:
+        if name.startswith("Python"):
+            random.setstate(state)
+        elif name.startswith("NumPy"):
+            importlib.import_module("numpy.random").set_state(state)
+        else:
+            library: Any = torch.cuda if name.startswith("CUDA") else torch
+            library.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
+    except Exception as error:
+        return name, f"{type(error).__name__}: {error}"
+    return name, ""
 
 
 def take_over(changed: dict[str, bytes]) -> list[tuple[str, str]]:
@@ -446,6 +479,8 @@ def take_over(changed: dict[str, bytes]) -> list[tuple[str, str]]:
             outcome = PATH if _apply_path(*value) else "", ""
         elif name.startswith("$"):
             outcome = _apply_variable(name[1:], value), ""
+        elif RANDOM in name:
+            outcome = _apply_generator(name, value)
         else:
             outcome = _apply_setting(SETTINGS[DIRECTORY if name == SAME_DIRECTORY else name], value)
         if outcome[0]:
