@@ -28,6 +28,7 @@ from ddip.protocol.reports import (
     Figures,
     Hello,
     IterationFacts,
+    IterationReset,
     LeaveReport,
     LoadReport,
     PackedObjects,
@@ -44,7 +45,7 @@ from ddip.protocol.reports import (
     Vitals,
 )
 
-VERSION = 28
+VERSION = 29
 """Version of the protocol; raise it when a row or a report changes. A rank sends its version in the `Hello`, and the
 notebook refuses any other version."""
 IMPORTED = "is imported already"
@@ -131,7 +132,7 @@ def iteration_facts() -> IterationFacts: ...
 
 
 @remote("objects.iteration.reset_iteration", "resetting the training iteration")
-def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]: ...
+def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> IterationReset: ...
 
 
 @remote("runtime.seeds.start_facts", "reading settings of the process")

@@ -380,6 +380,15 @@ class IterationFacts(TypedDict):
     """Variables whose model had gradients changed by the cell; an empty name for a model that no variable holds."""
 
 
+class IterationReset(TypedDict):
+    """Result of the reset of an iteration on one rank."""
+
+    cleared: list[str]
+    """Variables of the models whose gradients were cleared."""
+    hooks: list[str]
+    """Variables of DDP models whose communication hooks, which are the user's, may keep values of the iteration."""
+
+
 class AbortedTensor(TypedDict):
     """A tensor that an aborted collective may have written in part."""
 

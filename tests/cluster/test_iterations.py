@@ -188,6 +188,33 @@ def test_powersgd_restarts_with_equal_states(cells: ddip.Group) -> None:
     """)
 
 
+@pytest.mark.parametrize("kept_in", few(["a closure", "a state", "nothing"], "a closure"))
+def test_a_users_communication_hook_with_values_of_the_iteration_is_named(
+    cells: ddip.Group, kept_in: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Let the hook add its rounding error to the next gradients; reset it as ddip says."""
+    cells.run("""
+        def compress(errors, bucket):
+            number = bucket.index(), bucket.buffer().numel()
+            whole = bucket.buffer() + errors.get(number, 0)
+            rounded = (whole * 4).round() / 4
+            errors[number] = whole - rounded
+            return dist.all_reduce(rounded / world_size, async_op=True).get_future().then(lambda done: done.value()[0])
+        def closed_over(errors): return lambda state, bucket: compress(errors, bucket)
+        def plain(state, bucket): return compress({}, bucket)
+    """)
+    hook = {
+        "a closure": "net.register_comm_hook(None, closed_over(net.errors))",
+        "a state": "net.register_comm_hook(net.errors, compress)",
+        "nothing": "net.register_comm_hook(None, plain)",
+    }
+    make_pair(cells, "DDP(with_fault(), bucket_cap_mb=1e-5)", f"net.errors = {{}}; {hook[kept_in]}")
+    assert_fails(cells, "with fault(): step(net, opt, 3)")
+    cells.run("net.errors.clear(); twin.errors.clear(); check(net, opt, twin, its, range(3, 13))")
+    named = "your communication hook of `net` may keep values of the unfinished iteration"
+    assert (named in capsys.readouterr().err) == (kept_in != "nothing")
+
+
 def test_the_end_of_a_cell_inside_a_step_is_reported(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """LBFGS calls the closure several times within a step, and updates the parameters in between."""
     make_pair(cells, "DDP(with_fault())")

@@ -109,7 +109,7 @@ class ScriptedEngine:
             on_rank.find_changed_settings.target: lambda: {},
             on_rank.take_over_settings.target: self.take_over_settings,
             on_rank.iteration_facts.target: lambda: {"unfinished": False, "gradients": {}, "models": []},
-            on_rank.reset_iteration.target: lambda broken, models, is_same_group: [],
+            on_rank.reset_iteration.target: lambda broken, models, is_same_group: {"cleared": [], "hooks": []},
             on_rank.list_snapshots.target: lambda failed: [],
             on_rank.hash_variables.target: lambda cells, after_fault: {
                 "now": b"",

@@ -13,7 +13,7 @@ from ddip.group.cells import cells
 from ddip.group.cells.differences import Difference, Findings, broken_paths, fault_text
 from ddip.group.members import ranks
 from ddip.protocol import on_rank
-from ddip.protocol.reports import Compared, IterationReport
+from ddip.protocol.reports import Compared, IterationReport, IterationReset
 
 from .conftest import NewGroup
 from .scripted import Silence
@@ -198,9 +198,9 @@ def test_live_ranks_that_cannot_report_are_reset(new_group: NewGroup) -> None:
     """A rank may lack the memory for its report."""
     group, resets = new_group(2), list[bool]()
 
-    def record_reset(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
+    def record_reset(broken: bool, models: list[str], is_same_group: bool) -> IterationReset:
         resets.append(broken)
-        return []
+        return {"cleared": [], "hooks": []}
 
     for rank in range(2):
         group.engine(rank).answers[on_rank.reset_iteration.target] = record_reset

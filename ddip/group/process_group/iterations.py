@@ -72,16 +72,18 @@ class Iterations:
             self._is_broken = self._is_broken or _facts_differ(facts)
             models = _merge_lists(fact["models"] for fact in facts)
             reset = on_rank.reset_iteration(self._is_broken, models, is_same_group)
-            cleared = _merge_lists(self._ask_ranks(due, reset))
+            answers = self._ask_ranks(due, reset)
         except RequestFailed as error:
             if error.by_rank and not self._ranks.ended:  # a repeated reset would fail before every further cell
                 self._mark_reset(due)
                 notify(NOT_RESET.format(error=error))  # not every caller shows the error to the user
             raise
         self._mark_reset(due)
-        if cleared:
+        if cleared := _merge_lists(answer["cleared"] for answer in answers):
             is_unchanged = is_same_group and not self._is_half_updated
             inform(CLEARED.format(models=_join_models(cleared)) + UNCHANGED * is_unchanged)
+        if hooks := _merge_lists(answer["hooks"] for answer in answers):
+            notify(HOOKS.format(models=_join_models(hooks)))
         self._is_half_updated = False
 
     def _ask_ranks(self, ranks: Sequence[int], call: RemoteCall[R]) -> list[R]:

@@ -24,9 +24,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddip.protocol.reports import IterationFacts, IterationReport
+from ddip.protocol.reports import IterationFacts, IterationReport, IterationReset
 from ddip.rank import user_namespace
-from ddip.rank.objects import changes, live_objects, sharded_training, wrappers
+from ddip.rank.objects import changes, live_objects, reducers, sharded_training, wrappers
 from ddip.rank.objects.checksum import tensor_checksums
 
 SAMPLE = 64
@@ -215,30 +215,33 @@ def _is_changed(parameter: torch.Tensor) -> bool:
     return before is None or gradient.is_inference() or before[0]() is not gradient or before[1] != gradient._version
 
 
-def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> list[str]:
+def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> IterationReset:
     """Make this rank's training objects ready for a forward pass.
 
-    Returns the variables of the models whose gradients were cleared. If the failed cell has `broken` an iteration, the
-    gradients of `models` are cleared, or all gradients if `models` is empty; otherwise gradients stay. After a rebuild
-    (not `is_same_group`), wrappers have new reducers already.
+    Returns the variables of the models whose gradients were cleared, and of those with communication hooks of the user
+    that may keep values of a broken iteration. If the failed cell has `broken` an iteration, the gradients of `models`
+    are cleared; otherwise gradients stay. After a rebuild (not `is_same_group`), wrappers have new reducers already.
     """
     things = live_objects.find_all()
-    wrappers.reset_reducers(live_objects.of_kind(things, DistributedDataParallel), broken, is_same_group)
+    ddp = wrappers.reset_reducers(live_objects.of_kind(things, DistributedDataParallel), broken, is_same_group)
     if is_same_group:  # after a rebuild, shards are lost
         sharded_training.reset_models(things, broken)
-    cleared = _clear_gradients(things, models) if broken else []
+    reset: IterationReset = {"cleared": [], "hooks": []}
+    if broken:
+        selected = {name: found for name, found in _parameters_by_model(things).items() if name in models or not models}
+        reset["cleared"] = _clear_gradients(things, selected)
+        hooked = {id(part) for one in ddp if reducers.keeps_own_state(one) for part in one.parameters()}
+        reset["hooks"] = [name for name, parameters in selected.items() if hooked.intersection(map(id, parameters))]
     begin_cell()
-    return cleared
+    return reset
 
 
-def _clear_gradients(things: Sequence[Any], models: list[str]) -> list[str]:
+def _clear_gradients(things: Sequence[Any], selected: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
+    """Clear the gradients of `selected` parameters by model; return the models that had any."""
     for states in _unscaled_states(things):
         states.clear()
     for accelerator in live_objects.of_class(things, *live_objects.ACCELERATOR):
         accelerator.step = 0  # its count of micro-batches
-    selected = {
-        name: parameters for name, parameters in _parameters_by_model(things).items() if name in models or not models
-    }
     parameter_ids = {id(parameter) for parameters in selected.values() for parameter in parameters}
     with_hidden_gradients = sharded_training.clear_gradients(things, parameter_ids)
     cleared = []

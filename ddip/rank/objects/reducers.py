@@ -17,6 +17,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -177,6 +178,19 @@ def reset_state(state: Any) -> None:
         state.__init__(**{name: getattr(state, name) for name in arguments if hasattr(state, name)})
     elif hasattr(state, "wait_for_stream_enqueued"):  # DDP's mixed precision
         state.wait_for_stream_enqueued = False
+
+
+def keeps_own_state(wrapper: Any) -> bool:
+    """Return whether the user's communication hook of `wrapper` may keep values between iterations.
+
+    They are in the state that the user registered, in variables of enclosing functions, or in the object of a method.
+    Torch's own hooks do not count.
+    """
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.")
+        and not (uses_default_group(state) and type(hook) is FunctionType and hook.__closure__ is None)
+        for hook, state in wrapper.__dict__.get("_comm_hooks") or []
+    )
 
 
 def uses_default_group(state: Any) -> bool:

@@ -291,16 +291,19 @@ def _revive_wrapper(wrapper: Any, buckets: reducers.Buckets) -> None:
 # -- the same group
 
 
-def reset_reducers(wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_group: bool) -> None:
-    """Make DDP wrappers ready for a forward pass after a failed cell that trained.
+def reset_reducers(
+    wrappers: Sequence[DistributedDataParallel], broken: bool, is_same_group: bool
+) -> list[DistributedDataParallel]:
+    """Make DDP wrappers ready for a forward pass after a failed cell; return the usable ones.
 
     All ranks must call this. In the same group, each wrapper gets a new reducer (otherwise `revive_wrappers` has
     replaced it); if that fails, the wrapper refuses its next use. `broken` says that the cell ended within an
     iteration.
     """
-    for wrapper in wrappers:
-        if wrapper in _dropped or wrapper.__dict__.get("reducer") is None:
-            continue
+    usable = [
+        wrapper for wrapper in wrappers if wrapper not in _dropped and wrapper.__dict__.get("reducer") is not None
+    ]
+    for wrapper in usable:
         reducers.restart_settings(wrapper, broken)
         if is_same_group:
             try:
@@ -309,6 +312,7 @@ def reset_reducers(wrappers: Sequence[DistributedDataParallel], broken: bool, is
             except Exception as error:
                 reducers.remove_reducer(wrapper)
                 refuse_use(wrapper, BROKEN.replace("{why}", type(error).__name__))
+    return [wrapper for wrapper in usable if not is_lost(wrapper)]
 
 
 def averaged_parameters() -> dict[str, list[torch.nn.Parameter]]:
