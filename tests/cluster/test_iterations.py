@@ -418,6 +418,11 @@ def test_only_models_in_the_failed_iteration_are_cleared(cells: ddip.Group, caps
         assert all(one.grad is not None for one in other.parameters())
         check(net, opt, twin, its, range(3, 13))
     """)
+    assert_fails(cells, "loss_of(net, 13); raise MemoryError('planted')")  # changes no gradient
+    cells.run("""
+        assert all(one.grad is not None for one in other.parameters())
+        check(net, opt, twin, its, range(13, 23))
+    """)
     stderr = capsys.readouterr().err
     assert CLEARED + UNCHANGED in stderr and "`other`" not in stderr
 

@@ -228,7 +228,7 @@ def reset_iteration(broken: bool, models: list[str], is_same_group: bool) -> Ite
         sharded_training.reset_models(things, broken)
     reset: IterationReset = {"cleared": [], "hooks": []}
     if broken:
-        selected = {name: found for name, found in _parameters_by_model(things).items() if name in models or not models}
+        selected = {name: found for name, found in _parameters_by_model(things).items() if name in models}
         reset["cleared"] = _clear_gradients(things, selected)
         hooked = {id(part) for one in ddp if reducers.keeps_own_state(one) for part in one.parameters()}
         reset["hooks"] = [name for name, parameters in selected.items() if hooked.intersection(map(id, parameters))]
