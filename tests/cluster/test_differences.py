@@ -876,12 +876,13 @@ def test_the_order_of_keys_is_copied_in_place(cells: ddip.Group) -> None:
 
 def test_containers_that_cannot_change_are_replaced(cells: ddip.Group) -> None:
     cells.run("""
-        import types
+        import functools, types
+        part = functools.partial(max, 5 + rank)
         members = frozenset({1, 2}) if rank == 0 else frozenset({1})
         view = types.MappingProxyType({"a": 1} if rank == 0 else {})
     """)
-    assert cells.sync(["members", "view"]) == ["members", "view"]
-    cells.run("assert members == {1, 2} and view == {'a': 1}")
+    assert cells.sync(["members", "part", "view"]) == ["members", "part", "view"]
+    cells.run("assert members == {1, 2} and view == {'a': 1} and part.args == (5,)")
 
 
 def test_copied_containers_share_objects_with_copied_variables(cells: ddip.Group) -> None:

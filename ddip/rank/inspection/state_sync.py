@@ -97,7 +97,7 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     last = history.after(cells[0]) if cells else None
     variables = user_namespace()
     known = {name for name in list(variables) if not pickling.lacks_variable(variables, name)}
-    found = _gather((set(variables_of(variables)), known))
+    found = _gather_values((set(variables_of(variables)), known))
     common = set.intersection(*(names for names, _ in found))
     if names:
         walk = history.walk_now(keep=True, first=common.intersection(names), known=common)
@@ -105,7 +105,7 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
         walk = history.walk_now(keep=True, known=() if last is None else last.names)
     table = {hash_of(path): hash_of(repr(value)) for path, value in walk.values.items()}
     good = {} if last is None else _hash_values(last.values, set(walk.values))
-    gathered = _gather((table, good, list(walk.sharded)))
+    gathered = _gather_values((table, good, list(walk.sharded)))
     tables, goods = [table for table, *_ in gathered], [good for _, good, _ in gathered]
     sharded = sorted({variable_of(path) for _, _, sharded_paths in gathered for path in sharded_paths})
     refused = {name: f"rank {source} has no such variable" for name in names if name not in found[source][0]}
@@ -125,7 +125,7 @@ def sync_state(names: list[str], paths: list[int], source: int, cells: list[str]
     return {"copied": plan.copied, "refused": plan.refused}
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather_values(value: Any) -> list[Any]:
     """Return the `value` of each rank. A collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -195,9 +195,9 @@ class _Selection:
 def _make_plan(
     walk: Walk, selection: _Selection, tables: list[Table], lacked: Collection[str], known: Collection[str]
 ) -> _Plan:
-    """Return the changes that copy the paths in `selection` and the variables `lacked`, which some rank lacks.
+    """Return the changes that copy the paths in `selection`, and the variables `lacked`.
 
-    `known`: variables that functions may read on every rank.
+    `lacked`: named variables that some rank lacks; `known`: variables that functions can read on every rank.
     """
     common = _CommonObjects(walk, tables)
     plan = _Plan([], {}, selection.gradients, selection.left_out, [], [], b"")
@@ -404,7 +404,10 @@ def _dump_entries(
 
 
 def _load_entries(plan: _Plan, walk: Walk) -> list[tuple[Any, ...]]:
-    """Unpickle the plan and set its variables, as code of later objects may read them; returns the other entries."""
+    """Unpickle the plan and set its variables; returns the other entries.
+
+    Code of an object may read variables that were loaded before it.
+    """
     unpickler, variables, entries = _Unpickler(io.BytesIO(plan.pickled), walk), user_namespace(), []
     for name in plan.names:
         entry = unpickler.load()
@@ -425,7 +428,7 @@ def _apply_plan(walk: Walk, plan: _Plan, source: int) -> None:
             entries = _load_entries(plan, walk)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    failed = {rank: text for rank, text in enumerate(_gather(error)) if text}
+    failed = {rank: text for rank, text in enumerate(_gather_values(error)) if text}
     if failed:
         for name in plan.names:
             variables.pop(name, None)

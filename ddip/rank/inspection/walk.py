@@ -67,9 +67,9 @@ class Walk:
     """One walk over `variables`; iterate over `steps` to the end, then read `values`.
 
     Names in `first`, then those in `known`, are walked before the others, so that a variable that only one rank has
-    created cannot give another path to an object that all ranks have. With
-    `checksums`, the values of tensors are recorded. With `keep`, `objects`, `links` and `aliases` are filled, so that
-    callers can change the objects and find all their holders.
+    created cannot give another path to an object that all ranks have. With `checksums`, the values of tensors are
+    recorded. With `keep`, `objects`, `links` and `aliases` are filled, so that callers can change the objects and find
+    all their holders.
 
     With `summarize`, which returns a digest of a long container or None, the walk is whole: it records the digests, or
     visits all items; `unseen` has the paths of objects whose contents it could not visit.
