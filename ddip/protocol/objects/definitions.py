@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import hashlib
+import sys
 import types
 import typing
-from typing import Any
+from typing import Any, cast
 
 LEFT_OUT = (
     "__dict__",
@@ -25,7 +27,7 @@ LEFT_OUT = (
 )
 """Attributes of a class that Python sets and that do not depend on its definition."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-IN_C = (types.BuiltinFunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
+IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
 WRITTEN = (types.GenericAlias, types.UnionType, type(typing.List[int]), type(typing.Any), typing.TypeVar)  # noqa: UP006
 
 
@@ -41,6 +43,14 @@ def compute_digest(obj: types.FunctionType | types.CodeType | type) -> str | Non
         return None
 
 
+def is_importable(obj: type | types.FunctionType) -> bool:
+    """Return whether a class or function is found under its name in a module other than ``__main__``."""
+    with contextlib.suppress(Exception):
+        found = functools.reduce(getattr, obj.__qualname__.split("."), cast(Any, sys.modules[obj.__module__]))
+        return obj.__module__ != "__main__" and found is obj
+    return False
+
+
 def _object_text(obj: Any, inside: tuple[Any, ...]) -> str:
     """Return `obj` as text; `inside` are the functions and classes that contain it."""
     if isinstance(obj, PLAIN) and type(obj) in PLAIN:
@@ -54,7 +64,7 @@ def _object_text(obj: Any, inside: tuple[Any, ...]) -> str:
 def _defining_parts(obj: Any) -> list[Any]:
     """Return the parts that define `obj`; raises _Unknown for a type that cannot be compared."""
     if isinstance(obj, (types.FunctionType, type)):
-        if obj.__module__ != "__main__":
+        if is_importable(obj):
             return [f"{obj.__module__}.{obj.__qualname__}"]
         return _parts_of_class(obj) if isinstance(obj, type) else _parts_of_function(obj)
     if type(obj) in (tuple, list):
@@ -68,7 +78,7 @@ def _defining_parts(obj: Any) -> list[Any]:
     if isinstance(obj, types.CodeType):
         names = obj.co_name, obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars
         counts = obj.co_argcount, obj.co_posonlyargcount, obj.co_kwonlyargcount, obj.co_flags
-        return [names, counts, obj.co_code, obj.co_consts]
+        return [names, counts, obj.co_code, obj.co_exceptiontable, obj.co_consts]
     if isinstance(obj, property):
         return [obj.fget, obj.fset, obj.fdel]
     if isinstance(obj, (staticmethod, classmethod)):
@@ -81,6 +91,8 @@ def _defining_parts(obj: Any) -> list[Any]:
         return [type(obj).__name__]
     if isinstance(obj, types.ModuleType):
         return [obj.__name__]
+    if isinstance(obj, types.BuiltinFunctionType):
+        return [obj.__module__, obj.__qualname__, obj.__self__]
     if isinstance(obj, IN_C):
         return [obj.__qualname__]
     if isinstance(obj, WRITTEN):

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import io
 import pickle
-import sys
 import types
 from typing import Any, TypeAlias, cast
 
@@ -138,7 +137,7 @@ class _DigestPickler(SavePickler):
             return _stand_in, (str(obj.dtype), self._prints.of(obj._untyped_storage))
         if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
             return _stand_in, (self._prints.of(obj),)
-        if isinstance(obj, (type, types.FunctionType)) and _is_importable(obj):
+        if isinstance(obj, (type, types.FunctionType)) and definitions.is_importable(obj):
             return _stand_in, (obj.__module__, obj.__qualname__)
         if isinstance(obj, types.FunctionType):  # without its globals, which are variables of their own
             parts = obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj)
@@ -148,11 +147,3 @@ class _DigestPickler(SavePickler):
                 self._classes[id(obj)] = kinds.type_name(obj), definitions.compute_digest(obj) or code_of(obj)
             return _stand_in, self._classes[id(obj)]
         return super().reducer_override(obj)
-
-
-def _is_importable(obj: type | types.FunctionType) -> bool:
-    """Return whether a class or function is found under its name in another module than the notebook's."""
-    with contextlib.suppress(Exception):
-        found = functools.reduce(getattr, obj.__qualname__.split("."), cast(Any, sys.modules[obj.__module__]))
-        return obj.__module__ != "__main__" and found is obj
-    return False
