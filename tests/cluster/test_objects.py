@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -458,6 +459,14 @@ def test_a_sampler_of_rank_0_fits_a_new_rank(cells: ddip.Group) -> None:
     assert cells.repair(["loader", "sampler", "one"], 0) == [1]
     cells.run("taken = list(sampler); assert loader.sampler is sampler and one.rank == 1 and one.num_replicas == 4")
     assert [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]] == taken
+
+
+def test_imported_random_functions_draw_from_the_ranks_generator(cells: ddip.Group) -> None:
+    names = run_in_main("from random import choice\ndef draw(): return [choice(range(1000)) for _ in range(9)]")
+    cells.push({"draw": names["draw"]})
+    cells.run("import random; random.seed(rank); drawn = draw()")
+    expected = [[generator.choice(range(1000)) for _ in range(9)] for generator in map(random.Random, (0, 1))]
+    assert [values["drawn"] for values in cells.pull_all(["drawn"], [0, 1])[0]] == expected
 
 
 def test_values_are_in_the_order_of_requested_ranks(cells: ddip.Group) -> None:

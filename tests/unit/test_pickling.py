@@ -6,6 +6,7 @@ import ctypes
 import gc
 import io
 import pickle
+import random
 import sys
 import threading
 import warnings
@@ -236,3 +237,14 @@ def test_a_value_of_a_transfer_precedes_the_variable_that_its_functions_read() -
     packed = dump_all({"read": variables["read"], "scale": 5, "other": variables["read"]})
     loader = Loader(packed.pickled)
     assert {name: loader.load(name) for name in packed.pickled}["scale"] == 5
+
+
+def test_process_wide_generators_are_those_of_the_receiver() -> None:
+    choice, randn = round_trip((random.choice, np.random.randn))
+    assert choice.__self__ is random.choice.__self__ and randn.__self__ is np.random.randn.__self__  # type: ignore[attr-defined]
+    loader = torch.utils.data.DataLoader([1], generator=torch.default_generator)
+    assert round_trip(loader).generator is torch.default_generator
+    own = random.Random(1)
+    bits, copied = round_trip((np.random.Generator(np.random.mtrand._rand._bit_generator), own))  # type: ignore[attr-defined]
+    assert bits.bit_generator is np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    assert copied is not own and copied.random() == own.random()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -184,3 +185,9 @@ def test_a_module_that_pickles_other_things_than_its_parts_is_made_anew() -> Non
     for net in (FromNumbers(), Reduced(2, 2)):
         assert structure_of(net) == structure_of(nn.Sequential(net)) == ""
     assert structure_of(nn.Sequential(nn.GRU(2, 2), Cached()))
+
+
+def test_a_process_wide_generator_is_not_copied() -> None:
+    loaded: dict[str, Any] = {}
+    save(pick=random.choice)(loaded)
+    assert loaded["pick"].__self__ is random.choice.__self__  # type: ignore[attr-defined]

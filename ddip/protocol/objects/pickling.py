@@ -10,6 +10,7 @@ copied once, to memory that the receiver reads, and the receiver's arrays and te
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import dis
@@ -20,6 +21,7 @@ import itertools
 import marshal
 import os
 import pickle
+import pkgutil
 import sys
 import weakref
 from collections import ChainMap
@@ -69,6 +71,13 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Attributes of an optimizer that hold its hooks."""
+GENERATORS = (
+    "random:_inst",
+    "numpy.random.mtrand:_rand",
+    "numpy.random.mtrand:_rand._bit_generator",
+    "torch:default_generator",
+)
+"""Modules and names of the process-wide random generators of the CPU."""
 HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 """Ends of the names of a module's attributes that hold its hooks by number."""
 MOST_BYTES = 1 << 16
@@ -174,6 +183,16 @@ def fill_function(function: FunctionType, state: tuple[dict[str, Any], dict[str,
     del attributes["_cloudpickle_submodules"]  # unpickling has imported them
     for name, value in attributes.items():
         setattr(function, name, value)
+
+
+def _find_generators() -> dict[int, str]:
+    """Return the paths of this process's `GENERATORS` by id."""
+    found: dict[int, str] = {}
+    for path in GENERATORS:
+        if path.partition(":")[0] in sys.modules:
+            with contextlib.suppress(AttributeError):
+                found[id(pkgutil.resolve_name(path))] = path
+    return found
 
 
 def _reduce_to_name(name: str, obj: object) -> str:
@@ -301,8 +320,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[int, Any] = {}
         """Storages by ``_cdata``: each is written once, even if several tensors use it."""
         self._parts = find_parts()
+        self._generators = _find_generators()
 
     def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._generators:  # the receiver has its own, which it seeds
+            return pkgutil.resolve_name, (self._generators[id(obj)],)
         torch = sys.modules.get("torch")
         if torch is not None:
             if type(obj) is torch.Tensor and is_plain_tensor(obj):
