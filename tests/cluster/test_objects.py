@@ -28,6 +28,7 @@ from ddip.group.objects import delivery
 from ddip.output.cells.router import CellOutput
 from ddip.protocol import on_rank
 from ddip.protocol.objects import shared
+from ddip.protocol.objects.pickling import fill_sampler
 
 from .leftovers import wait_until
 from .notebook import Notebook
@@ -459,6 +460,27 @@ def test_a_sampler_of_rank_0_fits_a_new_rank(cells: ddip.Group) -> None:
     assert cells.repair(["loader", "sampler", "one"], 0) == [1]
     cells.run("taken = list(sampler); assert loader.sampler is sampler and one.rank == 1 and one.num_replicas == 4")
     assert [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]] == taken
+
+
+def test_a_sampler_that_was_in_the_notebook_fits_each_rank(cells: ddip.Group) -> None:
+    """One of a group of another size fits as well; one that the notebook created is left as it is."""
+    cells.run("""
+        from torch.utils.data import DataLoader, DistributedSampler
+        sampler = DistributedSampler(range(9), seed=3)
+        taken = list(sampler)
+    """)
+    taken = [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]]
+    of_ranks = [values["sampler"] for values in cells.pull_all(["sampler"], [0, 1])[0]]
+    assert [list(sampler) for sampler in of_ranks] == taken
+    of_four = torch.utils.data.DistributedSampler(range(9), 4, 3, seed=3)
+    fill_sampler(of_four, {**vars(of_four)})  # as it arrives from rank 3 of 4
+    own = torch.utils.data.DistributedSampler(range(9), 2, 0)
+    cells.push({"loaders": [torch.utils.data.DataLoader(range(9), sampler=of_ranks[1]), of_four], "own": own})
+    cells.run("""
+        taken = [list(loaders[0].sampler), list(loaders[1])]
+        assert vars(loaders[1]).keys() == vars(own).keys() and own.rank == 0
+    """)
+    assert [values["taken"] for values in cells.pull_all(["taken"], [0, 1])[0]] == [[indices] * 2 for indices in taken]
 
 
 def test_imported_random_functions_draw_from_the_ranks_generator(cells: ddip.Group) -> None:

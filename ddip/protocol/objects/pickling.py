@@ -71,6 +71,8 @@ OPTIMIZER_HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Attributes of an optimizer that hold its hooks."""
+PART_OF_RANK = "_ddip_part"
+"""Attribute of a sampler in the notebook: the rank that it is from, and the number of ranks, as texts."""
 GENERATORS = (
     "random:_inst",
     "numpy.random.mtrand:_rand",
@@ -398,7 +400,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.optim.Optimizer):
             self.optimizers.setdefault(id(obj), (self.name, obj))
             self.has_hooks |= any(map(vars(obj).get, OPTIMIZER_HOOKS))
-        if isinstance(obj, torch.utils.data.DistributedSampler) and _is_this_rank(obj.rank, obj.num_replicas):
+        if isinstance(obj, torch.utils.data.DistributedSampler) and _is_own_part(obj):
             return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3], None, None, fill_sampler)
         return None
 
@@ -436,16 +438,34 @@ def ensure_whole(obj: Any, torch: Any) -> None:
         raise pickle.PicklingError(MESH)
 
 
-def _is_this_rank(rank: int, size: int) -> bool:
-    """Return whether this process is `rank` in a group of `size`."""
-    return (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(size))
+def _is_on_rank() -> bool:
+    return getattr(get_ipython(), "is_rank", False)
+
+
+def _is_own_part(sampler: Any) -> bool:
+    """Return whether a sampler draws this rank's part of the data or, in the notebook, that of the rank it is from."""
+    of_rank = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    part = of_rank if _is_on_rank() else vars(sampler).get(PART_OF_RANK)
+    return bool(part == (str(sampler.rank), str(sampler.num_replicas)))
 
 
 def fill_sampler(sampler: Any, state: dict[str, Any]) -> None:
-    """Set a sampler's attributes; on a rank of a group of its size, it selects that rank's data."""
+    """Set a sampler's attributes. On a rank, it draws that rank's part of the data; the notebook notes its rank."""
     vars(sampler).update(state)
-    if os.environ.get("WORLD_SIZE") == str(sampler.num_replicas):
-        sampler.rank = int(os.environ["RANK"])
+    vars(sampler).pop(PART_OF_RANK, None)
+    if _is_on_rank():
+        fit_sampler(sampler, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    else:
+        vars(sampler)[PART_OF_RANK] = str(sampler.rank), str(sampler.num_replicas)
+
+
+def fit_sampler(sampler: Any, rank: int, ranks: int) -> None:
+    """Let a sampler draw the part of `rank` among `ranks`."""
+    sampler.rank = rank
+    if sampler.num_replicas != ranks:
+        sampler.num_replicas, count = ranks, len(sampler.dataset)
+        sampler.num_samples = count // ranks if sampler.drop_last else -(-count // ranks)
+        sampler.total_size = sampler.num_samples * ranks
 
 
 def fill_module(module: Any, state: dict[str, Any]) -> None:

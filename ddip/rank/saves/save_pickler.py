@@ -547,11 +547,8 @@ def fill_sampler(sampler: Any, state: tuple[bool, dict[str, Any]]) -> None:
     """Set a sampler's attributes. One that drew the saving rank's part of the data draws this rank's part."""
     is_own, attributes = state
     vars(sampler).update(attributes)
-    if is_own and sampler.num_replicas != dist.get_world_size():
-        ranks, count = dist.get_world_size(), len(sampler.dataset)
-        sampler.rank, sampler.num_replicas = dist.get_rank(), ranks
-        sampler.num_samples = count // ranks if sampler.drop_last else -(-count // ranks)
-        sampler.total_size = sampler.num_samples * ranks
+    if is_own:
+        pickling.fit_sampler(sampler, dist.get_rank(), dist.get_world_size())
 
 
 def open_object(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
