@@ -425,6 +425,21 @@ def test_trained_or_filled_additional_objects_are_not_replaced(cells: ddip.Group
     cells.run("assert train() == (12, 3, 5)")
 
 
+def test_additional_code_that_ranks_have_changed_is_not_replaced(cells: ddip.Group, main: Main) -> None:
+    define = """
+        class Counter:
+            n = 0
+        def unchanged(): return {}
+        def count():
+            Counter.n += 1
+            return Counter.n, unchanged()
+    """
+    cells.push({"count": main(define.format(1))["count"]})
+    cells.run("assert count() == (1, 1) and count() == (2, 1)")
+    cells.push({"count": main(define.format(2))["count"]})
+    cells.run("assert count() == (3, 2)")
+
+
 def test_a_list_that_contains_itself_arrives(cells: ddip.Group, main: Main) -> None:
     cells.push({"first": main("loop = []\nloop.append(loop)\ndef first(): return loop[0]")["first"]})
     cells.run("assert first() is loop")

@@ -86,10 +86,10 @@ MOST_BYTES = 1 << 16
 """Maximum size of plain data that was sent with a function and is compared with its original later."""
 READING_OPCODES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
-_brought: dict[str, tuple[Any, bytes | None]] = {}
-"""Variables that were sent with a function, by name: plain data with its bytes, or a weak reference to code. A later
-function replaces them unless the user has assigned or changed them. Other objects are never replaced: a model, for
-example, may have been trained.
+_brought: dict[str, tuple[Any, bytes | str | None]] = {}
+"""Variables that were sent with a function, by name: plain data with its bytes, or a weak reference to code with its
+digest. A later function replaces them unless the user has assigned or changed them. Other objects are never replaced: a
+model, for example, may have been trained.
 """
 
 
@@ -792,7 +792,7 @@ def set_missing_variables(variables: dict[str, Any], values: Mapping[str, Any]) 
         if lacks_variable(variables, name):
             variables[name] = value
             if isinstance(value, (FunctionType, type)):
-                _brought[name] = weakref.ref(value), None
+                _brought[name] = weakref.ref(value), definitions.compute_digest(value)
             elif data := _plain_data(value):
                 _brought[name] = value, data
 
@@ -807,6 +807,7 @@ def _plain_data(value: Any) -> bytes | None:
 
 
 def _is_unchanged(name: str, value: Any) -> bool:
-    brought, data = _brought[name]
-    known = brought() if isinstance(brought, weakref.ref) else brought
-    return known is value and (data is None or data == _plain_data(value))
+    brought, known = _brought[name]
+    if isinstance(brought, weakref.ref):
+        return brought() is value and definitions.compute_digest(value) == known
+    return brought is value and _plain_data(value) == known
