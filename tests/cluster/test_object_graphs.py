@@ -499,11 +499,14 @@ def test_hooks_that_stay_behind_are_named(cells: ddip.Group, main: Main, capsys:
         net.weight.register_hook(lambda gradient: 0 * gradient)
         opt, after = torch.optim.SGD(plain.parameters()), torch.optim.SGD(plain.parameters())
         after.register_step_post_hook(lambda *_: None)
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.register_post_accumulate_grad_hook(lambda *_: None)
     """)
-    cells.push({name: variables[name] for name in ("net", "plain", "opt", "after")})
+    cells.push({name: variables[name] for name in ("net", "plain", "opt", "after", "leaf")})
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if "hook" in line] == [
-        f"ddip: {name} has a hook of a parameter or optimizer, which was not pushed" for name in ("net", "after")
+        f"ddip: {name} has a hook of a parameter or optimizer, which was not pushed"
+        for name in ("net", "after", "leaf")
     ]
 
 

@@ -132,11 +132,12 @@ def test_storages_arrive() -> None:
         torch.arange(float(LARGE)).to(torch.bfloat16),
         torch.ones(LARGE, dtype=torch.cfloat).conj(),
         torch.eye(LARGE // 100).to_sparse(),
+        torch.eye(2).to_sparse().requires_grad_(),
         torch.nn.Parameter(torch.ones(LARGE)),
         torch.ones(LARGE).as_subclass(getattr(torch.nn, "Buffer", torch.nn.Parameter)),
         torch.empty(0),
     ],
-    ids=["long", "bfloat16", "conjugated", "sparse", "parameter", "subclass", "empty"],
+    ids=["long", "bfloat16", "conjugated", "sparse", "sparse leaf", "parameter", "subclass", "empty"],
 )
 def test_tensors_of_all_kinds_arrive(value: torch.Tensor) -> None:
     back = round_trip(value)

@@ -191,3 +191,9 @@ def test_a_process_wide_generator_is_not_copied() -> None:
     loaded: dict[str, Any] = {}
     save(pick=random.choice)(loaded)
     assert loaded["pick"].__self__ is random.choice.__self__  # type: ignore[attr-defined]
+
+
+def test_a_sparse_tensor_still_requires_a_gradient() -> None:
+    loaded: dict[str, Any] = {}
+    save(leaf=torch.eye(2).to_sparse().requires_grad_())(loaded)
+    assert loaded["leaf"].requires_grad and loaded["leaf"].layout is torch.sparse_coo

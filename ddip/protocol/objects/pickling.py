@@ -371,16 +371,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_torch_object(self, obj: Any, torch: Any) -> tuple[Any, ...] | None:
         ensure_whole(obj, torch)
         if isinstance(obj, torch.Tensor):
-            self.has_hooks |= bool(obj._backward_hooks or getattr(obj, "_post_accumulate_grad_hooks", None))
+            self.has_hooks |= _has_hooks(obj)
             if isinstance(obj, torch.nn.Parameter):
                 self.parameters.setdefault(id(obj), self.name)
-            if not is_elsewhere(obj):
-                return None
-            self.moved = True
+            self.moved = self.moved or is_elsewhere(obj)
             if isinstance(obj, torch.nn.Parameter):  # its data, a plain tensor, is reduced next
                 return None
-            cpu_tensor = self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad)
-            return tuple(cpu_tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+            if is_elsewhere(obj):
+                return reduce_like_torch(self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad))
+            return reduce_like_torch(obj) if obj.layout is torch.sparse_coo else None
         if isinstance(obj, torch.nn.Module):
             self.owned.update(map(id, obj._parameters.values()))
             self.models.setdefault(id(obj), self.name)
@@ -486,6 +485,22 @@ def place_of(tensor: Any) -> Place:
     return int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride()
 
 
+def reduce_like_torch(tensor: Any) -> tuple[Any, ...]:
+    """Reduce a tensor as torch does, but keep that a sparse one requires a gradient, which torch 2.14 loses."""
+    reduced = tuple(tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+    is_lost = tensor.requires_grad and tensor.layout is sys.modules["torch"].sparse_coo and len(reduced) == 2
+    return (with_gradient, reduced) if is_lost else reduced
+
+
+def with_gradient(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the tensor ``make(*args)``, which then requires a gradient."""
+    return make(*args).requires_grad_()
+
+
+def _has_hooks(tensor: Any) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def is_plain_tensor(tensor: Any) -> bool:
     """Return whether storage, sizes and strides describe a ``torch.Tensor`` completely."""
     return (
@@ -493,7 +508,7 @@ def is_plain_tensor(tensor: Any) -> bool:
         and tensor.layout is sys.modules["torch"].strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
         and not vars(tensor)
-        and not tensor._backward_hooks
+        and not _has_hooks(tensor)
     )
 
 

@@ -253,7 +253,7 @@ class SavePickler(pickling.Pickler):
     def _plain_reduce(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor and pickling.is_plain_tensor(tensor):
             return self._reduce_tensor(tensor)
-        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return pickling.reduce_like_torch(tensor)
 
     def _reduce_fully_sharded(self, module: Any, keys: Keys) -> tuple[Any, ...]:
         own = _without_sharding(module.__getstate__())  # type: ignore[operator]
