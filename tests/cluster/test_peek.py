@@ -191,6 +191,15 @@ def test_an_unpicklable_object_is_named_and_nothing_arrives(cells: ddip.Group) -
     assert shared_memory_of_ranks(cells) == [] and pending_snapshots(cells) == [(0, 0), (0, 0)]
 
 
+def test_containers_that_variables_share_are_still_shared(cells: ddip.Group) -> None:
+    cells.run("log = {'losses': [1]}; losses = log['losses']; mine = []; mine.append(mine)")
+    for names in (["losses", "log"], ["log", "losses"]):
+        values = cells.peek(names)
+        assert values["log"]["losses"] is values["losses"]
+    mine = cells.peek(["mine"])["mine"]
+    assert mine[0] is mine
+
+
 @pytest.mark.grid(in_ci=True)
 def test_a_constantly_changing_dict_arrives_consistently(cells: ddip.Group, tmp_path: Path) -> None:
     code = """

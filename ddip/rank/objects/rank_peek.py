@@ -55,7 +55,8 @@ MOST_AT_ONCE = 8
 _CHANGED = re.compile("(changed size|changed|mutated) during iteration")
 """Errors of Python's containers that change during an iteration."""
 _COPIED = (list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter)
-"""Containers to copy before pickling: the copy is one step of the interpreter, which other threads cannot interrupt."""
+"""Containers to copy if they have changed while they were pickled. The copy is one step of the interpreter, which other
+threads cannot interrupt, but other containers would hold the original."""
 
 NO_MORE = StackLocation(state="finished")
 """Location of a pickling that has ended or has not begun."""
@@ -104,10 +105,10 @@ class Peek:
         names whose tensors were copied to the CPU; sets `along`, `shares`, `inside`. Raises ObjectChanged after
         `ATTEMPTS` changed tries, PeekAbandoned if the request timed out, and any other error of pickling.
         """
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             pause = Pause(lambda: self.given_up, PICKLE_SECONDS)
             try:
-                return self._pickle_once(found, known, pause)
+                return self._pickle_once(found, known, pause, uses_copies=attempt > 0)
             except (RuntimeError, ObjectChanged) as error:
                 if not isinstance(error, ObjectChanged) and not _CHANGED.search(str(error)):
                     raise
@@ -119,14 +120,18 @@ class Peek:
         )
 
     def _pickle_once(
-        self, found: dict[str, Any], known: Collection[str], pause: Pause
+        self, found: dict[str, Any], known: Collection[str], pause: Pause, uses_copies: bool
     ) -> tuple[dict[str, Pickled], dict[str, SharedBytes | bytearray], list[str]]:
         is_cell_running = cells.busy and not cells.doing
         if is_cell_running:
             pause.begin()
         graph = Graph(lambda file, buffers: _Pickler(self, file, buffers))
-        copies = {id(value): copy.copy(value) for value in found.values() if type(value) in _COPIED}
+        containers = [value for value in found.values() if type(value) in _COPIED]
+        before = [_ids_of_items(container) for container in containers]
+        copies = {id(container): copy.copy(container) for container in containers if uses_copies}
         moved = [name for name, value in found.items() if self._add_to_graph(graph, name, copies.get(id(value), value))]
+        if not uses_copies and before != [_ids_of_items(container) for container in containers]:
+            raise ObjectChanged("a container changed")
         self.along, known_names = [], {*found, *known}
         while new_names := graph.pickler.find_globals(known_names):
             known_names.update(new_names)
@@ -288,6 +293,11 @@ class _Pickler(pickling.Pickler):
         return any(
             (storage.data_ptr(), storage.nbytes()) != (address, size) for storage, address, size in self._addresses
         )
+
+
+def _ids_of_items(container: Any) -> list[int]:
+    """Return the ids of the items of a container, and of the values of a dictionary."""
+    return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]
 
 
 def _are_equal(first_copy: mmap.mmap, begin: int, second_copy: mmap.mmap, size: int) -> bool:
