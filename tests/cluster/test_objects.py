@@ -83,6 +83,13 @@ def test_a_class_defined_only_on_a_rank_can_be_pulled(cells: ddip.Group) -> None
     assert (type(only).__name__, only.rank) == ("Only", 1)
 
 
+def test_an_instance_with_slots_has_no_other_attributes(cells: ddip.Group) -> None:
+    names = run_in_main("import dataclasses\n@dataclasses.dataclass(slots=True)\nclass Slotted:\n    x: int = 1")
+    cells.push({"slotted": names["Slotted"](2)})  # type: ignore[operator]
+    cells.run("assert not hasattr(slotted, '__dict__') and slotted.x == 2")
+    assert cells.pull(["slotted"])["slotted"] == names["Slotted"](2)  # type: ignore[operator]
+
+
 OLD = pytest.mark.skipif(
     torch.__version__.startswith(("2.7.", "2.10.", "2.11.")),
     reason="this torch cannot gather FSDP1's full state on the CPU",

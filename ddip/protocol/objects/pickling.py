@@ -345,6 +345,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_function(obj, reduced)
         if isinstance(obj, enum.EnumMeta):
             reduced = _reduce_enum(obj, reduced)  # type: ignore[arg-type]
+        elif isinstance(obj, type) and "__slots__" in vars(obj):
+            reduced[1][3]["__slots__"] = obj.__slots__  # cloudpickle 3.1.3 sets them after it has made the class
         return _reduce_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def find_globals(self, done: Collection[str]) -> list[str]:
