@@ -428,13 +428,20 @@ class Lifecycle:
     ) -> None:
         """Call `ensure_ready`, then print which variables an earlier fault left different across ranks.
 
-        If other cells run, the comparison is left to a later call. Raises the errors of `ensure_ready`, and
-        RequestInterrupted.
+        Before a cell on all ranks, also print which optimizers of new ranks differ from those of the others. If other
+        cells run, the comparison is left to a later call. Raises the errors of `ensure_ready`, and RequestInterrupted.
         """
         self.ensure_ready(ranks, before, needs_group=needs_group)
         parts = self.parts
-        if parts.differences.pending and parts.manager.healthy and not parts.cells.active_on(range(self.size), before):
+        compared = parts.new_ranks.compared if ranks is None or len(ranks) == self.size else None
+        if not (parts.differences.pending or compared is not None) or not parts.manager.healthy:
+            return
+        if parts.cells.active_on(range(self.size), before):
+            return
+        if parts.differences.pending:
             parts.differences.report_fault()
+        if compared is not None:
+            parts.new_ranks.compared = parts.differences.report_new_ranks(compared)
 
     def _free_ranks(self, ranks: Collection[int] | None, before: Cell | None) -> Collection[int]:
         """Return the free ranks: all if `ranks` is None or no cell runs, else `ranks`. Ignores cells after `before`."""

@@ -62,7 +62,8 @@ training continues:
 7. Complete. A new rank prepares the app, and gets the process settings that cells have changed on the others.
 
 8. Compare. Values that were equal on all ranks after the last good cells, and differ now, were broken by the fault.
-   ``%dipsync`` copies rank 0's; ddip does not copy them by itself, since a difference may be intended.
+   ``%dipsync`` copies rank 0's; ddip does not copy them by itself, since a difference may be intended. New ranks have
+   no optimizers yet: `Differences.report_new_ranks` compares these before the first cell on all ranks that have them.
 
 Threads: steps 3 to 8 run on the thread of the request, which holds ``Lifecycle.turn``. On a rank, leave, join, revive,
 reset and compare run on the main thread, as cells do; a release runs on the control thread, because the main thread may

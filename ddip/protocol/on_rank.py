@@ -50,6 +50,8 @@ VERSION = 29
 notebook refuses any other version."""
 IMPORTED = "is imported already"
 """Answer of `take_modules` for a module that it has left unchanged."""
+STEPPED_ROLES = ("optimizer", "scheduler", "scaler")
+"""Roles of objects whose values seldom differ by design, whatever their type."""
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -251,6 +253,10 @@ def list_snapshots(failed: str) -> list[str]: ...
 
 @remote("inspection.state_report.describe_paths", "comparing the variables")
 def describe_paths(hashes: list[int]) -> dict[int, Described]: ...
+
+
+@remote("inspection.state_report.find_stepped_objects", "comparing the variables")
+def find_stepped_objects() -> tuple[list[str], int]: ...
 
 
 @remote("inspection.stale.rank_marks", "comparing the variables")

@@ -107,6 +107,57 @@ def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -
         assert_same_training(on_ranks, variables["trained"])
 
 
+AGAIN = "opt = torch.optim.Adam(net.parameters(), lr=0.1)\nsched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)"
+
+
+def test_a_new_optimizer_on_a_repaired_rank_is_named_and_synced(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new rank has an optimizer only some cells after the fault, and no moments: the models would diverge."""
+    variables = main(MODEL)
+    main(TEN_STEPS)
+    cells.run(f"{MODEL}\n    old = torch.optim.SGD(net.parameters(), 1.0)")  # which the new rank never has
+    cells.run(TEN_STEPS)
+    replace_rank(cells, 1, "net", "data")
+    cells.run("import torch")
+    cells.run(AGAIN, ranks=[1])
+    assert "differ" not in capsys.readouterr().err
+    cells.run("pass")
+    shown = capsys.readouterr().err
+    assert "the new ranks differ from the others:\n" in shown
+    assert "sched.last_epoch is 10 on rank 0, 0 on rank 1" in shown
+    assert "opt.state: its length is 4 on rank 0, 0 on rank 1" in shown
+    cells.sync()
+    cells.run(TEN_STEPS)
+    main(TEN_STEPS)
+    for on_ranks in pull_from_all(cells, "trained"):
+        assert_same_training(on_ranks, variables["trained"])
+    cells.run("pass")
+    assert "differ" not in capsys.readouterr().err
+
+
+@pytest.mark.grid(in_ci=True)
+def test_a_new_optimizer_on_an_added_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Optimizers that all ranks create again, and differ only in their settings, are not named."""
+    with ddip.Group(1) as group:
+        group.run(MODEL)
+        group.run(TEN_STEPS)
+        group.change(ddip.Request(n=2))
+        group.run(MODEL, ranks=[1])
+        group.run(TEN_STEPS, ranks=[1], quiet=True)
+        group.run("loss.item()")
+        assert "differ" not in capsys.readouterr().err
+        group.change(ddip.Request(n=3))
+        group.run(f"{MODEL}\n    opt.param_groups[0]['lr'] = rank")
+        group.run("pass")
+        assert "differ" not in capsys.readouterr().err
+        group.run(TEN_STEPS)
+        group.change(ddip.Request(n=4))
+        group.run(f"{MODEL}\n    if rank == 3: {AGAIN.partition(chr(10))[0]}", ranks=[3])
+        group.run("pass")
+        assert "opt.state: its length is 4 on ranks 0-2, 0 on rank 3" in capsys.readouterr().err
+
+
 def test_aliases_views_and_cells_of_closures_stay_shared(cells: ddip.Group, main: Main) -> None:
     variables = main(
         """

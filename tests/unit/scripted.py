@@ -119,6 +119,7 @@ class ScriptedEngine:
                 "at_rest": [],
                 "is_cut": False,
             },
+            on_rank.find_stepped_objects.target: lambda: ([], 0),
             on_rank.rank_marks.target: lambda rank: [],
             on_rank.check_group.target: lambda: None,
             on_rank.append_part.target: self._add,

@@ -21,7 +21,7 @@ from ddip.group.process_group.process_group import ProcessGroupManager
 from ddip.output.area import notify
 from ddip.output.tables.check_table import CheckRow, CheckTable, on_ranks
 from ddip.protocol import on_rank
-from ddip.protocol.on_rank import R, RemoteCall
+from ddip.protocol.on_rank import STEPPED_ROLES, R, RemoteCall
 from ddip.protocol.reports import AdviceReport, ChangedConstant, Compared, Described
 
 Kind: TypeAlias = Literal["new", "unknown", "settled", "design"]
@@ -45,6 +45,8 @@ CUT = (
 NO_HISTORY = "ddip had no earlier state, so it compared only counters, optimizers and generators in variables"
 CHECKED_ROLES = ("module", "optimizer", "scheduler", "scaler", "sampler", "subset")
 """Roles of objects whose differences ``%dipcheck`` reports even if they are by design."""
+PROGRESS = ("['step']", ".last_epoch", "._step_count", "._scale", "._growth_tracker")
+"""Ends of paths that show how far an optimizer, scheduler or scaler has come."""
 SYNC = "%dipsync {name} copies rank 0's"
 OTHER_RANK = " (--from RANK: another rank's)"
 REVIVED = "the rebuild has given DDP models rank 0's parameters, to which the optimizers of rank {source} do not belong"
@@ -189,9 +191,7 @@ class Differences:
             self.is_unknown = True
             notify(f"the ranks could not be compared after the fault ({error}); %dipcheck tries again")
             return
-        self._reported.update(found.hashes)
-        self._unsettled.update(found.hashes)
-        text = fault_text(found, len(self._ranks.members), self._manager.has_revived)
+        text = self._report(found, AFTER_FAULT)
         if not text and found.first_cell and self._has_trained:
             text = f"{NO_HISTORY}; %dipcheck compares the rest"
         self._has_trained = False
@@ -200,6 +200,31 @@ class Differences:
         if found.is_cut and not self._cut_reported:
             self._cut_reported = True
             notify(CUT)
+
+    def _report(self, found: Findings, why: str) -> str:
+        """Record the differences until they are equal again, and return their text."""
+        self._reported.update(found.hashes)
+        self._unsettled.update(found.hashes)
+        return fault_text(found, len(self._ranks.members), why, self._manager.has_revived)
+
+    def report_new_ranks(self, compared: Collection[str]) -> set[str] | None:
+        """Print which optimizers, schedulers and scalers of new ranks are behind those of the others, or ahead.
+
+        Each is compared once all ranks have it, except for those at the paths `compared`. Returns the paths that have
+        been compared; None if no further call is due, since no rank lacks one, or the new ranks have trained. Raises
+        RequestInterrupted.
+        """
+        try:
+            answers = self._ask_all(on_rank.find_stepped_objects())
+            by_rank = [set(paths) for paths, _ in answers]
+            common, all_paths = set.intersection(*by_rank), set.union(*by_rank)
+            found = _select_progress(self._compare([""])) if common.difference(compared) else Findings()
+            if text := self._report(found, NEW_RANKS):
+                notify(text)
+        except RequestFailed as error:
+            notify(f"the new ranks could not be compared with the others ({error}); %dipcheck tries again")
+            return None
+        return None if common == all_paths or all(steps for _, steps in answers) else common
 
     def _ask_all(self, call: RemoteCall[R]) -> list[R]:
         """Make `call` on all ranks."""
@@ -470,17 +495,40 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
     return found
 
 
+def _select_progress(found: Findings) -> Findings:
+    """Keep the differences of optimizers, schedulers and scalers that are further on some ranks than on others.
+
+    Other values, such as learning rates, may differ by design.
+    """
+    stepped = [
+        (number, difference)
+        for number, difference in zip(found.hashes, found.differences, strict=False)
+        if difference.role in STEPPED_ROLES
+    ]
+    behind = {variable_of(difference.owner) for _, difference in stepped if _is_progress(difference)}
+    kept = [(number, difference) for number, difference in stepped if variable_of(difference.owner) in behind]
+    return Findings([difference for _, difference in kept], hashes=[number for number, _ in kept])
+
+
+def _is_progress(difference: Difference) -> bool:
+    is_empty = difference.path.endswith(".state#keys") and "0" in difference.values.values()
+    return is_empty or difference.path.endswith(PROGRESS)
+
+
 # -- messages
 
+AFTER_FAULT, NEW_RANKS = "the ranks differ after the fault:", "the new ranks differ from the others:"
+"""First lines of reports."""
 
-def fault_text(found: Findings, size: int, has_revived: bool = False) -> str:
-    """Return the report for the user in several lines; empty if nothing was found.
+
+def fault_text(found: Findings, size: int, why: str = AFTER_FAULT, has_revived: bool = False) -> str:
+    """Return the report for the user in several lines, of which `why` is the first; empty if nothing was found.
 
     `size`: number of ranks. `has_revived`: all ranks have rank 0's parameters already, so it offers no other rank.
     """
     lines = []
     if found.differences:
-        lines.append("the ranks differ after the fault:")
+        lines.append(why)
         lines += _object_lines(found.differences, size)
         if found.more:
             lines.append(f"  and {found.more} more values")

@@ -66,6 +66,9 @@ class NewRanks:
         self._engines: set[int] = set()
         self._without_settings: set[int] = set()
         """Engines that lack the process settings that cells have changed on the others."""
+        self.compared: set[str] | None = None
+        """Paths of the optimizers and the like that new ranks have created, and that have been compared with those of
+        the others; None: no comparison is due."""
 
     def set_members(self, members: list[Member]) -> None:
         """Set the group's members; those not in the group before count as new, unless the group was empty."""
@@ -73,6 +76,7 @@ class NewRanks:
             new = {member.engine for member in members} - {member.engine for member in self._ranks.members}
             self._engines |= new
             self._without_settings |= new
+            self.compared = set() if new else self.compared
         self._ranks.members = members
 
     @property

@@ -16,15 +16,15 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from ddip.protocol.on_rank import STEPPED_ROLES
 from ddip.protocol.reports import ChangedConstant, Compared, Described
 from ddip.rank.inspection.state_history import Snapshot, history
 from ddip.rank.inspection.walk import Path, Walk
+from ddip.rank.objects import iteration
 
 VERSION = "#version"
 MOST_AT_REST = 400
 LENGTHS = ("#length", "#keys", "#members")
-STEPPED_ROLES = ("optimizer", "scheduler", "scaler")
-"""Roles of objects whose values seldom differ by design, whatever their type."""
 IN_WORDS = {
     "generator": "another position",
     "sum": "other values",
@@ -106,6 +106,12 @@ def describe_paths(hashes: list[int]) -> dict[int, Described]:
                 "sharded": variable_of(path) in sharded,
             }
     return found
+
+
+def find_stepped_objects() -> tuple[list[Path], int]:
+    """Return the paths of optimizers, schedulers and scalers, and the number of steps that optimizers have taken."""
+    walk = history.walk_now(checksums=False)
+    return [path for path, role in walk.roles.items() if role in STEPPED_ROLES], iteration.steps_taken
 
 
 def hash_of(text: str) -> int:
