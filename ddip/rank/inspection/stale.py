@@ -2,12 +2,13 @@
 
 One heuristic serves all libraries: an attribute that is 0 on rank 0, 1 on rank 1 and so on is a rank, and an attribute
 of the same object that equals the number of ranks is the group's size. A sampler with the former size would silently
-skip a part of the data. Reading one of the attributes raises an error that says what to do; setting one makes the
-object usable again.
+skip a part of the data. In a group of one rank, any 0 and 1 would match, so the names of the attributes must fit, too.
+Reading one of the attributes raises an error that says what to do; setting one makes the object usable again.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ddip.rank.inspection.kinds import instance_dict, is_heap_type
@@ -15,6 +16,8 @@ from ddip.rank.inspection.state_history import history
 from ddip.rank.inspection.state_report import hash_of
 from ddip.rank.inspection.walk import Path, Walk
 
+RANK_NAMES, SIZE_NAMES = re.compile("rank|shard|proc"), re.compile("world|replica|ranks|shard|proc|^size$")
+"""Names of attributes that hold a rank, and a number of ranks."""
 STALE = "this {kind} was made for a group of {size} ranks ({name}), and the group has changed its size: recreate it"
 
 
@@ -44,6 +47,9 @@ def refuse_stale(marks: list[int], size: int) -> list[str]:
             for path in attributes
             if walk.links[path][0] == holder and _is_number(walk.values.get(path), size)
         ]
+        if size == 1:
+            names = [name for name in names if RANK_NAMES.search(name)]
+            sizes = [name for name in sizes if names and SIZE_NAMES.search(name)]
         if sizes and _make_unusable(walk.objects[holder], sizes, names, size):
             found.append(holder)
     return sorted(found)
