@@ -87,7 +87,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ddip.errors import BadInput, GroupError, PartitionError, RequestInterrupted, TransferError, ranks_text
+from ddip.errors import (
+    BadInput,
+    GroupError,
+    PartitionError,
+    RequestFailed,
+    RequestInterrupted,
+    TransferError,
+    ranks_text,
+)
 from ddip.group import stopping
 from ddip.group.lifecycle import Lifecycle
 from ddip.group.members import placement, wanted
@@ -95,10 +103,17 @@ from ddip.group.members.placement import HostRequest
 from ddip.group.objects import delivery, transfer
 from ddip.group.objects.modules import Modules
 from ddip.group.objects.transfer import Fetched
+from ddip.output.area import notify
 from ddip.output.progress import Report
+from ddip.protocol import on_rank
 
 CELL_ENDS_WITHIN = 5.0
 """Seconds for a cell to end after the failure grace, once one of its ranks has died and the others wait for it."""
+
+COPIED_RANKS = (
+    "copied with the number of rank {source}: {paths}; set them to `rank` on {ranks}, or recreate their objects there; "
+    "otherwise, a part of the data is read twice, and another never"
+)
 
 
 def repair_group(
@@ -278,6 +293,13 @@ class _Repair:
         except TransferError as error:
             raise TransferError(f"ddip replaced {ranks_text(ranks)}, but {error}") from None
         transfer.notify_shares(fetched.reply["shares"], "copied")
+        call = on_rank.find_copied_ranks([*fetched.values], fetched.rank, self._lifecycle.size)
+        try:
+            answers = self._ranks.ask_soon(dict.fromkeys(ranks, call))
+        except RequestFailed:  # a search of too many objects makes no repair fail
+            return
+        if paths := sorted({path for answer in answers for path in answer}):
+            notify(COPIED_RANKS.format(paths=", ".join(paths), source=fetched.rank, ranks=ranks_text(ranks)))
 
     def _pack_for_repair(self, names: Sequence[str], source: int, lost: Sequence[int]) -> Fetched:
         what = f"--from {source} {' '.join(names)}"

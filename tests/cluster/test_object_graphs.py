@@ -107,6 +107,18 @@ def test_a_repaired_rank_trains_like_the_others(cells: ddip.Group, main: Main) -
         assert_same_training(on_ranks, variables["trained"])
 
 
+def test_a_repair_names_copies_with_the_rank_of_another(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
+    cells.run(f"""{MODEL}
+    class Mine(torch.utils.data.Sampler):
+        def __init__(self): self.rank, self.num_replicas = rank, world_size
+        def __iter__(self): return iter(range(self.rank, 12, self.num_replicas))
+    mine, sampler = Mine(), torch.utils.data.DistributedSampler(range(12), shuffle=False)
+    """)
+    replace_rank(cells, 1, "net", "opt", "sched", "mine", "sampler")
+    shown = capsys.readouterr().err
+    assert "copied with the number of rank 0: mine.rank; set them to `rank` on rank 1, or " in shown
+
+
 AGAIN = "opt = torch.optim.Adam(net.parameters(), lr=0.1)\nsched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)"
 
 

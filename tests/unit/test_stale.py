@@ -33,3 +33,10 @@ def test_only_objects_that_name_a_rank_are_stale_after_a_group_of_one(monkeypatc
     assert variables["scheduler"].last_epoch == 1
     with pytest.raises(RuntimeError, match="group of 1 ranks"):
         list(variables["sampler"])
+
+
+def test_a_copied_rank_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that says that it is on rank 1 would read that rank's part of the data a second time."""
+    variables: dict[str, Any] = {"shard": Shard(1, 2), "own": Shard(0, 2), "other": Shard(1, 2), "numbers": {"rank": 1}}
+    monkeypatch.setattr(state_history, "user_namespace", lambda: variables)
+    assert stale.find_copied_ranks(["shard", "own", "numbers"], 1, 2) == ["shard.process_index"]

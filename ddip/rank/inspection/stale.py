@@ -9,11 +9,12 @@ Reading one of the attributes raises an error that says what to do; setting one 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from ddip.rank.inspection.kinds import instance_dict, is_heap_type
 from ddip.rank.inspection.state_history import history
-from ddip.rank.inspection.state_report import hash_of
+from ddip.rank.inspection.state_report import hash_of, variable_of
 from ddip.rank.inspection.walk import Path, Walk
 
 RANK_NAMES, SIZE_NAMES = re.compile("rank|shard|proc"), re.compile("world|replica|ranks|shard|proc|^size$")
@@ -34,25 +35,39 @@ def refuse_stale(marks: list[int], size: int) -> list[str]:
     attributes, from `rank_marks` in the former group. Returns the paths of the objects, sorted.
     """
     walk = history.walk_now(checksums=False, keep=True)
-    ranks, holders = set(marks), dict[Path, list[str]]()
-    attributes = _attribute_paths(walk)
-    for path in attributes:
-        if hash_of(path) in ranks:
-            holder, _, key = walk.links[path]
-            holders.setdefault(holder, []).append(key)
-    found = []
-    for holder, names in holders.items():
-        sizes = [
-            walk.links[path][2]
-            for path in attributes
-            if walk.links[path][0] == holder and _is_number(walk.values.get(path), size)
-        ]
-        if size == 1:
-            names = [name for name in names if RANK_NAMES.search(name)]
-            sizes = [name for name in sizes if names and SIZE_NAMES.search(name)]
-        if sizes and _make_unusable(walk.objects[holder], sizes, names, size):
-            found.append(holder)
-    return sorted(found)
+    hashes = set(marks)
+    found = _find_holders(walk, lambda path: hash_of(path) in hashes, size, by_name=size == 1)
+    return sorted(
+        holder for holder, (names, sizes) in found.items() if _make_unusable(walk.objects[holder], sizes, names, size)
+    )
+
+
+def find_copied_ranks(names: list[str], source: int, size: int) -> list[str]:
+    """Return the attributes in the variables `names` that hold the rank `source` from which they were copied, sorted.
+
+    Their objects also have an attribute for the number of ranks, which is `size`.
+    """
+    walk = history.walk_now(checksums=False, keep=True, known=names)
+    found = _find_holders(walk, lambda path: _is_number(walk.values.get(path), source), size, by_name=True)
+    holders = {holder: ranks for holder, (ranks, _) in found.items() if variable_of(holder) in names}
+    return sorted(f"{holder}.{name}" for holder, ranks in holders.items() for name in ranks)
+
+
+def _find_holders(
+    walk: Walk, is_rank: Callable[[Path], bool], size: int, by_name: bool
+) -> dict[Path, tuple[list[str], list[str]]]:
+    """Return the objects with attributes for a rank and for a number of ranks, by path, with the names of both.
+
+    `is_rank` selects paths of the former; the latter equal `size`. `by_name`: their names must also say so.
+    """
+    ranks, sizes = dict[Path, list[str]](), dict[Path, list[str]]()
+    for path in _attribute_paths(walk):
+        holder, _, key = walk.links[path]
+        if is_rank(path) and (not by_name or RANK_NAMES.search(key)):
+            ranks.setdefault(holder, []).append(key)
+        if _is_number(walk.values.get(path), size) and (not by_name or SIZE_NAMES.search(key)):
+            sizes.setdefault(holder, []).append(key)
+    return {holder: (names, sizes[holder]) for holder, names in ranks.items() if holder in sizes}
 
 
 def _attribute_paths(walk: Walk) -> list[Path]:
