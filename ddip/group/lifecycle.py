@@ -320,9 +320,12 @@ class Lifecycle:
                     return False
                 with self.progress.reported_to(report):
                     marks = parts.differences.rank_marks() if spec.size != former.size else []
-                    self._form(spec, request)
-                    if marks:
-                        parts.differences.refuse_stale(marks, former.size)
+                    try:
+                        self._form(spec, request)
+                    finally:
+                        if self.spec is not former:  # even if the next request must complete the change
+                            parts.differences.note_size(marks, former.size)
+                    parts.differences.refuse_stale()
                     parts.new_ranks.carry_settings()
                 what = f"%makedip changed the group from {former.size} to {spec.size} ranks"
                 if spec.size == former.size:
@@ -415,7 +418,9 @@ class Lifecycle:
                 return
         parts.manager.iterations.settle(self._free_ranks(ranks, before), is_same_group)
         parts.app.catch_up(self.rebuild)
-        if parts.new_ranks.lack_settings and len(self._free_ranks(ranks, before)) == self.size:
+        is_due = parts.new_ranks.lack_settings or parts.differences.has_stale
+        if is_due and len(self._free_ranks(ranks, before)) == self.size:
+            parts.differences.refuse_stale()
             parts.new_ranks.carry_settings()
 
     def _report_partition(self, partition: str) -> None:

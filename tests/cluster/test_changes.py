@@ -330,12 +330,15 @@ def test_a_group_that_cannot_form_explains_and_leaves_nothing(monkeypatch: pytes
 
 @pytest.mark.grid
 def test_a_change_that_fails_on_one_rank_suggests_a_repair(own_group: ddip.Group) -> None:
+    own_group.run("from torch.utils.data import DistributedSampler; sampler = DistributedSampler(range(12))")
     own_group.run("import torch.distributed as dist, os\nif rank == 1: dist.init_process_group = None")
     with pytest.raises(GroupError, match="rank 1: TypeError"):
         own_group.change(Request(n=3))
     with pytest.raises(GroupError, match="rank 1: TypeError.*--repair"):
         own_group.run("pass")
     assert own_group.repair() == [1]
+    with raises_on_ranks({0: "RuntimeError"}):  # the sampler would still read for two ranks
+        own_group.run("list(sampler)", ranks=[0])
     assert sums_of_ranks(own_group) == [6, 6, 6]
 
 

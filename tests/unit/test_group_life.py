@@ -243,6 +243,28 @@ def test_a_change_lists_the_objects_lost_with_the_former_group(
     assert on_rank.revive_wrappers.target not in group.engine(0).calls
 
 
+def test_a_change_completed_by_a_repair_refuses_stale_objects(
+    new_group: NewGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sampler of the former size would skip a part of the data."""
+    group, refused = new_group(2), list[tuple[list[int], int]]()
+
+    def refuse(marks: list[int], size: int) -> list[str]:
+        refused.append((marks, size))
+        return ["sampler"]
+
+    for rank in range(2):
+        group.engine(rank).answers[on_rank.rank_marks.target] = lambda rank: [7]
+    group.engine(0).answers[on_rank.refuse_stale.target] = refuse
+    group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
+    with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError"):
+        group.change(Request(n=3))
+    assert group.repair() == [1] and group.world_size == 3
+    group.run("pass")
+    assert refused == [([7], 2)]
+    assert "former group of 2 ranks, and raise errors now; recreate them: sampler" in capsys.readouterr().err
+
+
 def test_wrappers_survive_if_all_ranks_have_them(new_group: NewGroup, capsys: pytest.CaptureFixture[str]) -> None:
     group = new_group(2)
     for engine in (group.engine(0), group.engine(1)):

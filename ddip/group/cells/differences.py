@@ -117,6 +117,8 @@ class Differences:
         """Hashes of paths that were reported to the user, until they are equal again."""
         self._unsettled: set[int] = set()
         """Hashes of paths that a fault has left different, as long as they may still differ."""
+        self._former: tuple[list[int], int] | None = None
+        """Rank attributes and size of a former group whose objects do not refuse to work yet."""
         self._cut_reported = self._has_trained = False
         self.is_torn = False
         """True from a fault until a cell on all ranks has succeeded: the fault may have come within a step."""
@@ -268,12 +270,30 @@ class Differences:
         calls = {rank: on_rank.rank_marks(rank) for rank in range(len(self._ranks.members))}
         return sorted(set.intersection(*(set(marks) for marks in self._ranks.ask_soon(calls))))
 
-    def refuse_stale(self, marks: list[int], size: int) -> None:
-        """Make objects created for a former group of `size` ranks refuse to work, and print their names.
+    def note_size(self, marks: list[int], size: int) -> None:
+        """Record that the group had `size` ranks until now; `marks`: the result of `rank_marks` in that group."""
+        self._former = (marks, size) if marks else None
 
-        `marks`: the result of `rank_marks` in that group. Raises RequestFailed or RequestInterrupted.
+    @property
+    def has_stale(self) -> bool:
+        """True if `refuse_stale` is due."""
+        return self._former is not None
+
+    def refuse_stale(self) -> None:
+        """Make objects created for the former group of `note_size` refuse to work, and print their names.
+
+        Does nothing if that has happened. Raises RequestFailed or RequestInterrupted.
         """
-        answers = self._ask_all(on_rank.refuse_stale(marks, size))
+        if self._former is None:
+            return
+        former, self._former = self._former, None
+        marks, size = former
+        try:
+            answers = self._ask_all(on_rank.refuse_stale(marks, size))
+        except (RequestFailed, RequestInterrupted) as error:
+            if isinstance(error, RequestInterrupted) or self._ranks.ended:  # others would fail before each cell
+                self._former = former
+            raise
         paths = list(dict.fromkeys(path for answer in answers for path in answer))
         if paths:
             more = f" and {len(paths) - MOST_LINES} more" if len(paths) > MOST_LINES else ""
