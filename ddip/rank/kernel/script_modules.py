@@ -51,7 +51,7 @@ _loaded_ns = time.time_ns()
 @contextlib.contextmanager
 @stacks.never_interrupted
 def exchange_modules(folder: str) -> Iterator[None]:
-    """Give a script in `folder` the modules and the import path that it finds in a new process, as far as possible."""
+    """Give a script in `folder` the modules and the import path of a new process."""
     for entry in _added_folders:
         if entry in sys.path:
             sys.path.remove(entry)
@@ -73,8 +73,9 @@ def exchange_modules(folder: str) -> Iterator[None]:
 
 
 def _packages_for(folder: str, loaded: Mapping[str, Package]) -> dict[str, Package]:
-    """Return the packages that a script in `folder` need not import: `loaded` ones, or of an earlier script there.
+    """Return the packages that a script in `folder` need not import.
 
+    They are among the `loaded` ones, or those of an earlier script in that folder.
     If a file has changed, none of those packages is returned that an earlier script could use, or none of the others,
     because modules that have not changed may hold functions and classes of those that have.
     """
@@ -92,7 +93,7 @@ def _packages_for(folder: str, loaded: Mapping[str, Package]) -> dict[str, Packa
 
 
 def _packages_after(of_script: Mapping[str, Package], of_cells: Mapping[str, Package]) -> dict[str, Package]:
-    """Return the packages for cells after a script: its own ones unless they hide others, then those `of_cells`."""
+    """Return the packages for cells after a script: its own ones unless they hide those of cells."""
     modules = {id(each.module) for used in _used.values() for each in used.values()}
     packages = dict(of_cells)
     for top, package in of_script.items():
@@ -145,7 +146,7 @@ def _file_of(module: Any) -> str:
 
 
 def _place_of(top: str, package: Package) -> str:
-    """Return the file of the package `top`, or its folder if it is a namespace; "" if that has several folders."""
+    """Return the file of the package `top`, or a namespace's folder; "" if that has several."""
     if file := _file_of(package.get(top)):
         return os.path.realpath(file)
     places: Collection[str] = {_folder_above(_file_of(module), name) for name, module in package.items()} - {""}
@@ -161,7 +162,7 @@ def _folder_above(file: str, name: str) -> str:
 
 
 def _find_place(top: str) -> str | None:
-    """Return the file, or the folder of a namespace, that an import of `top` finds; None if it finds nothing."""
+    """Return the file, or a namespace's folder, that an import of `top` finds; None without one."""
     spec = None
     for finder in sys.meta_path:
         with contextlib.suppress(Exception):  # it is any code
@@ -196,7 +197,7 @@ def _has_changed(package: Package, used: Mapping[str, _Used]) -> bool:
 
 
 def _note_used(folder: str, packages: Mapping[str, Package], began: int) -> None:
-    """Note the modules that a script in `folder`, which has ended, could use; `began`: its start, in Unix ns."""
+    """Note the modules that a script in `folder` could use; `began`: its start, in Unix ns."""
     former, used = _used.get(folder, {}), dict[str, _Used]()
     for name, module in [item for package in packages.values() for item in package.items()]:
         known = former.get(name)
