@@ -18,7 +18,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -89,6 +89,7 @@ UNSURE = (
     "dist_state: {then} ranks saved, and there are {now} now; these attributes of samplers may depend on that, and "
     "keep the values of the new sampler: {names}"
 )
+LOADED_ALONE = "its copies were of the values before the load and are deleted; call save(step) to continue at a step"
 NO_REPLICA = "dist_state: each rank saved its own model, which can be restored only on the same number of ranks"
 DIFFERED = "it differed between the ranks when it was saved, and is sharded now"
 
@@ -224,8 +225,7 @@ class DistState:
 
     def forget(self) -> None:
         """Free the copies on this rank; the next `restore` does not find them."""
-        _kept.pop(self._name, None)
-        _order.forget(self._name)
+        _forget_copies(self._name)
 
     @property
     def _copies(self) -> CopyStore:
@@ -393,6 +393,39 @@ class DistState:
             raise ValueError(SECOND.format(other=f"`{variable}` holds another model", name=self._name))
         if kept.cell is not None and kept.cell == _running_cell():
             raise ValueError(SECOND.format(other="this cell has saved another model", name=self._name))
+
+
+def renew_copies(
+    loaded: list[tuple[DistState, int | None]], changed: Collection[int], unchanged: Collection[int]
+) -> dict[str, str]:
+    """Copy the values of loaded states, and delete former copies of loaded models. A collective.
+
+    `loaded`: states with the step of their newest copy when they were saved. `changed` and `unchanged` have the ids of
+    existing parameters: a state that was loaded without its model keeps its copies. Returns why a state has no copies,
+    by name.
+    """
+    steps = {state._name: (state, step) for state, step in loaded if _parameter_ids(state._model).isdisjoint(unchanged)}
+    replaced = [
+        name
+        for name, store in _kept.items()
+        if store.copies and (owner := store.owner()) is not None and not _parameter_ids(owner).isdisjoint(changed)
+    ]
+    for name in {*replaced, *steps}:
+        _forget_copies(name)
+    problems = {f"dist_state {name!r}": LOADED_ALONE for name in replaced if name not in steps}
+    names = from_all([name for name, (_, step) in steps.items() if step is not None])
+    for name in names[0]:
+        if all(name in of_rank for of_rank in names):
+            try:
+                steps[name][0].save(steps[name][1])
+            except ValueError as error:
+                problems[f"dist_state {name!r}"] = str(error)
+    return problems
+
+
+def _forget_copies(name: str) -> None:
+    _kept.pop(name, None)
+    _order.forget(name)
 
 
 @dataclass

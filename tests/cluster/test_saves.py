@@ -1650,3 +1650,73 @@ def test_an_unusual_variable_does_not_stop_a_save(cells: ddip.Group, folder: str
     cells.run("nested = holder = None; step = 0")
     cells.load(folder)
     cells.run("assert [len(n) for n in (*nested.unbind(), *holder.parts.unbind())] == [2, 3, 2, 3] and step == 1")
+
+
+KEPT = """
+import torch, torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
+import ddip
+
+def make(wrap):
+    global model, optimizer, state, ran
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.2), nn.Linear(12, 12)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    state, ran = ddip.dist_state(model, optimizer), []
+
+def train(last):
+    for step in range(state.restore(default=0), last):
+        optimizer.zero_grad()
+        model(torch.ones(4, 12)).square().mean().backward()
+        optimizer.step()
+        state.save(step + 1)
+        ran.append(step)
+
+def whole(value): return (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+def facts(): return ran, state.step, [whole(p) for p in model.parameters()]
+"""
+
+
+def facts_after(group: ddip.Group, code: str) -> Any:
+    """Run `code`, and return the facts of rank 0."""
+    group.run(f"{code}\nout = facts()")
+    return group.pull(["out"])["out"]
+
+
+@pytest.mark.parametrize("wrap", ["DDP", pytest.param("fully_shard", marks=pytest.mark.grid(in_ci=True))])
+def test_dist_state_continues_from_a_load(cells: ddip.Group, nothing_kept: None, folder: str, wrap: str) -> None:
+    cells.run(f"{KEPT}\nmake({wrap}); train(3)")
+    cells.save(folder)
+    undisturbed = facts_after(cells, "train(6)")
+    cells.load(folder)
+    assert facts_after(cells, "train(6)") == undisturbed
+    cells.load(folder, ["model", "optimizer", "state", "ran"])
+    assert facts_after(cells, "pass")[:2] == ([0, 1, 2], 3)
+    assert facts_after(cells, "train(6)")[:2] == undisturbed[:2]
+    with ddip.Group(2) as group:
+        group.load(folder)
+        assert facts_after(group, "train(6)") == undisturbed
+
+
+@pytest.mark.grid(in_ci=True)
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_dist_state_continues_from_a_load_on_other_ranks(
+    cells: ddip.Group, nothing_kept: None, folder: str, wrap: str
+) -> None:
+    saved = facts_after(cells, f"{KEPT}\nmake({wrap}); train(3)")
+    cells.save(folder)
+    with ddip.Group(3) as group:
+        assert {"state", "ran"} <= {*group.load(folder)["loaded"]}
+        assert facts_after(group, "train(3)") == saved
+        assert facts_after(group, "train(6)")[:2] == ([*range(6)], 6)
+
+
+def test_copies_of_a_model_that_is_loaded_alone_are_deleted(cells: ddip.Group, nothing_kept: None, folder: str) -> None:
+    saved = facts_after(cells, f"{KEPT}\nmake(DDP); train(3)\nother = nn.Linear(1, 1)")
+    cells.save(folder)
+    cells.run("train(6)")
+    assert cells.load(folder, ["other", "state"])["not_loaded"] == {}
+    assert facts_after(cells, "assert state.restore() == 6")[1] == 6
+    assert list(cells.load(folder, ["model", "optimizer"])["not_loaded"]) == ["dist_state 'state'"]
+    assert facts_after(cells, "assert state.restore(default=0) == 0")[2] == saved[2]

@@ -43,6 +43,11 @@ def ensure_connected(loading: Loading, loadable: Collection[str]) -> None:
         raise ValueError(f"{why}: {TOGETHER.format(names=' '.join(sorted(names)))}")
 
 
+def find_reached(loading: Loading) -> set[int]:
+    """Return the ids of the objects that the chosen variables reach."""
+    return {*_SavedGraph(loading).find_reached(loading.chosen, through_users=True)}
+
+
 class _SavedGraph:
     """The objects that variables would hold after a load."""
 

@@ -40,7 +40,7 @@ from ddip.rank.saves.agreement import (
     reason_text,
 )
 from ddip.rank.saves.content_digest import Fingerprints
-from ddip.rank.saves.detached import ensure_connected
+from ddip.rank.saves.detached import ensure_connected, find_reached
 from ddip.rank.saves.holders import find_holders
 from ddip.rank.saves.loader_workers import LOST
 from ddip.rank.saves.pickled_parts import PickledParts
@@ -215,6 +215,7 @@ def _load_agreed(folder: str, names: list[str], anyway: bool) -> LoadReport:
             theirs, ours = {id(value) for value in values.values()}, {id(variables[name]) for name in kept}
             replaced.restore_classes(lambda cls: id(cls) in ours or (bool(names) and id(cls) not in theirs))
             is_loaded = True
+            not_loaded |= _renew_copies(loading, replaced)
             loading.remove_reducers(lambda keys: bool(keys) and not loading.is_chosen(keys))
             history.replace_snapshots()
             return {
@@ -314,6 +315,18 @@ class _Namespace:
             for name, value in self._former.items()
             if self._variables.get(name) is not value and not isinstance(value, SHARED) and value is not _nothing
         ]
+
+
+def _renew_copies(loading: Loading, replaced: _Namespace) -> dict[str, str]:
+    """Let ``dist_state`` continue from the loaded variables; return why it cannot. A collective."""
+    from ddip.sharded.state import renew_copies
+
+    changed = {id(value) for key, value in loading.existing.items() if key.variable in loading.chosen}
+    kept = {id(value) for value in loading.existing.values()} - changed
+    modules = [value for value in replaced.former_objects() if issubclass(type(value), torch.nn.Module)]
+    changed |= {id(parameter) for module in modules for parameter in module.parameters()}
+    reached = find_reached(loading) if loading.dist_states else ()
+    return renew_copies([(state, step) for state, step in loading.dist_states if id(state) in reached], changed, kept)
 
 
 def _unpickle_variables(

@@ -176,6 +176,9 @@ class SavePickler(pickling.Pickler):
             make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
             is_own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
             return make, args, (is_own, state), None, None, fill_sampler
+        if type(obj).__name__ == "DistState" and type(obj).__module__ == "ddip.sharded.state":
+            make, args, state = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
+            return make, args, (obj.step, state), None, None, fill_dist_state
         if isinstance(obj, DataLoader) and type(obj).__reduce_ex__ is object.__reduce_ex__ and "_iterator" in vars(obj):
             make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
             had_workers = has_persistent_workers(obj)
@@ -386,6 +389,8 @@ class Loading:
     wrappers: list[Any] = field(default_factory=list)
     """DDP wrappers, in the order in which they were saved."""
     new_wrappers: list[tuple[Any, Keys]] = field(default_factory=list)
+    dist_states: list[tuple[Any, int | None]] = field(default_factory=list)
+    """Each `DistState`, with the step of its newest copy when it was saved."""
 
     def find(self, keys: Keys) -> Any:
         """Return the object of the session to use instead of a new one; None for a new one.
@@ -549,6 +554,13 @@ def fill_sampler(sampler: Any, state: tuple[bool, dict[str, Any]]) -> None:
     vars(sampler).update(attributes)
     if is_own:
         pickling.fit_sampler(sampler, dist.get_rank(), dist.get_world_size())
+
+
+def fill_dist_state(state: Any, saved: tuple[int | None, dict[str, Any]]) -> None:
+    """Set the attributes of a `DistState`, whose copies are not in the save."""
+    step, attributes = saved
+    vars(state).update(attributes)
+    current.get().dist_states.append((state, step))
 
 
 def open_object(keys: Keys, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
