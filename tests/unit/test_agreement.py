@@ -36,7 +36,12 @@ class Tag(str):
 
 def classify(*of_ranks: Any) -> str:
     """Classify a variable that has these values on the ranks."""
-    digests = [digest_variables({"value": value}, Fingerprints()) for value in of_ranks]
+    digests = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "get_world_size", lambda: len(of_ranks))
+        for rank, value in enumerate(of_ranks):
+            patch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            digests.append(digest_variables({"value": value}, Fingerprints()))
     return classify_variables(["value"], digests, [])["value"]
 
 
@@ -142,6 +147,21 @@ def test_objects_of_the_process_do_not_count() -> None:
     assert classify(one, other) == "equal"
     other[1].state[other[0][100].weight]["exp_avg"][0, 0] += 1
     assert classify(one, other) == "per rank"
+
+
+class OwnSampler(torch.utils.data.Sampler[int]):
+    """A sampler that draws one rank's part of the data."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.num_replicas = rank, 2
+
+
+@pytest.mark.parametrize(
+    "make", [OwnSampler, lambda rank: torch.utils.data.DistributedSampler(range(9), 4, 2 * rank + 1)]
+)
+def test_samplers_differ_if_a_load_does_not_set_their_rank(make: Any) -> None:
+    assert classify(make(0), make(1)) == "per rank"
+    assert classify([make(0)], [make(0)]) == "equal"
 
 
 def test_objects_that_items_share_are_digested_once() -> None:

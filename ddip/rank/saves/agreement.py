@@ -24,6 +24,7 @@ from ddip.rank.inspection.walk import Walk, variables_of
 from ddip.rank.objects.checksum import BytesSum
 from ddip.rank.saves import content_digest, save_folder
 from ddip.rank.saves.content_digest import Fingerprints
+from ddip.rank.saves.save_pickler import draws_own_part
 from ddip.sharded import contents
 from ddip.sharded.copies import from_all
 
@@ -92,7 +93,8 @@ def reason_text(error: BaseException) -> str:
 def digest_variables(variables: Mapping[str, Any], prints: Fingerprints) -> Digests:
     """Return the digests of `variables`, with `prints` of the memory of their tensors.
 
-    A sampler's rank does not count, nor the index of a device. A variable that cannot be compared has no digest.
+    The rank of a sampler does not count if a load sets it, nor the index of a device. A variable that cannot be
+    compared has no digest.
     """
     found = Digests({}, {}, [])
     for name, value in variables_of(variables).items():
@@ -149,7 +151,7 @@ def _content_of(value: Any, is_unseen: bool, prints: Fingerprints) -> Any:
 
 def _is_of_rank(path: str, walk: Walk) -> bool:
     holder, _, name = path.rpartition(".")
-    return name in contents.OF_THE_GROUP and walk.roles.get(holder) == "sampler"
+    return name in contents.OF_THE_GROUP and draws_own_part(walk.objects.get(holder))
 
 
 def classify_variables(names: Collection[str], ranks: Sequence[Digests], imports: Collection[str]) -> dict[str, str]:

@@ -174,8 +174,7 @@ class SavePickler(pickling.Pickler):
             return default_group, ()
         if isinstance(obj, DistributedSampler) and type(obj).__reduce_ex__ is object.__reduce_ex__:
             make, args, state = cast(Any, obj).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
-            is_own = (obj.rank, obj.num_replicas) == (dist.get_rank(), dist.get_world_size())
-            return make, args, (is_own, state), None, None, fill_sampler
+            return make, args, (draws_own_part(obj), state), None, None, fill_sampler
         if type(obj).__name__ == "DistState" and type(obj).__module__ == "ddip.sharded.state":
             make, args, state = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3]
             return make, args, (obj.step, state), None, None, fill_dist_state
@@ -282,6 +281,13 @@ class SavePickler(pickling.Pickler):
                     self.hooked.append(f"{text} of {_name_of(keys)}")
         made = keys, NEW_OBJECT, (type(module).__bases__[1],)
         return open_object, made, (keys, own, settings), None, None, fill_sharded
+
+
+def draws_own_part(sampler: Any) -> bool:
+    """Return whether `sampler` draws this rank's part of the data, so that a load lets it draw the loading rank's."""
+    if not isinstance(sampler, DistributedSampler) or type(sampler).__reduce_ex__ is not object.__reduce_ex__:
+        return False
+    return (sampler.rank, sampler.num_replicas) == (dist.get_rank(), dist.get_world_size())
 
 
 def _current_of(parameter: Any) -> Any:
