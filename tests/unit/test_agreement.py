@@ -72,6 +72,17 @@ def arrow(number: int) -> Any:
     return pytest.importorskip("pyarrow").table({"x": [1, number]})
 
 
+def of_notebook(body: str, value: Any, bases: str = "") -> Any:
+    """Return a class of the notebook, defined in a function with the variable `value`."""
+    code = f"def make(value):\n  class Own({bases}):\n    {body}\n  return Own"
+    variables: dict[str, Any] = {"__name__": "__main__", "Base": value}
+    exec(code, variables)
+    return variables["make"](value)
+
+
+CAPTURE = "f = lambda self: (__class__, value)"
+
+
 MAKERS: dict[str, Callable[[int], Any]] = {
     "list": middle,
     "tuple": lambda n: tuple(middle(n)),
@@ -100,6 +111,15 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     **({"endless iterator": lambda n: itertools.cycle([n])} if sys.version_info < (3, 14) else {}),  # no pickle since
     "method in C": lambda n: [n].append,
     "function": lambda n: eval(f"lambda: {n}"),
+    "default of a method": lambda n: of_notebook("f = lambda self, number=value: number", n),
+    "default of a property": lambda n: of_notebook("f = property(lambda self, number=value: number)", n)(),
+    "tensor of a static method": lambda n: middle(
+        of_notebook("f = staticmethod(lambda *, x=value: x)", torch.ones(n))()
+    ),
+    "closure of a method": lambda n: of_notebook(CAPTURE, n),
+    "closure of a method in items": lambda n: middle(of_notebook(CAPTURE, torch.ones(n))()),
+    "closure of a base": lambda n: of_notebook("pass", of_notebook(CAPTURE, n), "Base")(),
+    "attribute of a base": lambda n: of_notebook("pass", of_notebook("number = value", n), "Base")(),
     "factory": lambda n: collections.defaultdict(tagged(lambda: 0, n)),
     "text": lambda n: tagged(Tag("x"), n),
     "masked": lambda n: np.ma.array([1.0, 2.0], mask=[n == 1, False]),

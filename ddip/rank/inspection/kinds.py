@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import enum
+import functools
 import itertools
 import mmap
 import os
@@ -51,6 +52,9 @@ BY_REPR = (
 EXACT = {int, float, str, bytes, *NUMBERS, *BY_REPR}
 """Types whose `leaf_value` describes an object completely."""
 CODE = (types.FunctionType, types.MemberDescriptorType, types.GetSetDescriptorType, property, classmethod, staticmethod)
+WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
+WRAPPED = ("__func__", "fget", "fset", "fdel", "func")
+"""Attributes of these wrappers with their functions."""
 OPAQUE = (
     types.ModuleType,
     types.BuiltinFunctionType,
@@ -213,6 +217,15 @@ def is_user_module(name: Any) -> bool:
     module = sys.modules.get(name) if type(name) is str else None
     path = getattr(module, "__file__", None) if type(module) is types.ModuleType else None
     return isinstance(path, str) and not libraries.is_librarys(path)
+
+
+def methods_of(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield names and functions of a class that the notebook defines, without those of its bases."""
+    if module_name(kind) == "__main__":
+        for name, attribute in sorted(_dict_of(kind).items()):
+            is_wrapper = isinstance(attribute, WRAPPERS)
+            parts = [getattr(attribute, part, None) for part in WRAPPED] if is_wrapper else [attribute]
+            yield from ((name, part) for part in parts if isinstance(part, types.FunctionType))
 
 
 def is_opaque(kind: type, mro: tuple[type, ...]) -> bool:

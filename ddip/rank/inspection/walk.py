@@ -422,6 +422,11 @@ class Walk:
                 holds_state = type(value) is types.FunctionType and (value.__closure__ or value.__defaults__)
                 if not name.startswith("__") and (holds_state or type(value) not in kinds.CODE):
                     self._enqueue(f"{path}.{name}", attributes[name], depth, path, "attribute", name)
+        if self._summarize:
+            for number, (name, function) in enumerate(kinds.methods_of(kind)):
+                self._enqueue(f"{path}.<{name} {number}>", function, depth, path, "attribute", name)
+            for number, base in enumerate(kind.__bases__):
+                self._enqueue(f"{path}.__bases__[{number}]", base, depth, path, "attribute", "__bases__")
 
     def _visit_generator(self, path: Path, generator: Any, depth: int) -> None:
         """Visit the local variables of a suspended generator."""

@@ -25,9 +25,6 @@ Fingerprint: TypeAlias = "tuple[int, bytes | tuple[int, int]]"
 """Size of a storage in bytes, and a hash of its contents."""
 WALKED = (torch.nn.Module, torch.nn.Parameter, torch.Generator, torch.distributed.ProcessGroup)
 """Objects that hold more than their pickle tells, or whose attributes may differ between ranks."""
-WRAPPERS = (staticmethod, classmethod, property, functools.cached_property)
-WRAPPED = ("__func__", "fget", "fset", "func")
-"""Attributes of these wrappers with their functions."""
 
 
 class Fingerprints:
@@ -79,15 +76,13 @@ def code_of(value: types.FunctionType | type) -> list[tuple[str, str | None]]:
     """Return digests of the code of a function, or of the methods of a notebook's class and its bases."""
     if isinstance(value, types.FunctionType):
         return [("", definitions.compute_digest(value.__code__))]
-    found = []
-    for base in kinds.mro_of(value):
-        if kinds.module_name(base) == "__main__":
-            for name, attribute in sorted(vars(base).items()):
-                is_wrapper = isinstance(attribute, WRAPPERS)
-                parts = [getattr(attribute, part, None) for part in WRAPPED] if is_wrapper else [attribute]
-                codes = [part.__code__ for part in parts if isinstance(part, types.FunctionType)]
-                found += [(f"{base.__qualname__}.{name}", definitions.compute_digest(code)) for code in codes]
-    return found
+    return [(name, definitions.compute_digest(method.__code__)) for name, method in _methods_of(value)]
+
+
+def _methods_of(kind: type) -> list[tuple[str, types.FunctionType]]:
+    """Return the functions of a notebook's class and of its bases, with their names."""
+    bases = kinds.mro_of(kind)
+    return [(f"{base.__qualname__}.{name}", method) for base in bases for name, method in kinds.methods_of(base)]
 
 
 def _stand_in(*facts: Any) -> None:
@@ -118,7 +113,8 @@ class _DigestPickler(SavePickler):
         super().__init__(cast(io.BytesIO, self._hash), None, {}, {})  # type: ignore[arg-type]
         self.fast = most is not None
         self._prints, self._only_data = prints, only_data
-        self._classes: dict[int, Any] = {}
+        self._classes = set[int]()
+        """Ids of the classes that the pickle has."""
 
     def digest(self, value: Any) -> tuple[str, int]:
         """Pickle `value`; return the digest and the size of the pickle in bytes."""
@@ -143,7 +139,8 @@ class _DigestPickler(SavePickler):
             parts = obj.__closure__, obj.__defaults__, obj.__kwdefaults__, vars(obj)
             return _stand_in, (obj.__qualname__, definitions.compute_digest(obj.__code__), *parts)
         if isinstance(obj, type):
-            if id(obj) not in self._classes:
-                self._classes[id(obj)] = kinds.type_name(obj), definitions.compute_digest(obj) or code_of(obj)
-            return _stand_in, self._classes[id(obj)]
+            if id(obj) in self._classes:  # methods may refer to their class
+                return _stand_in, (kinds.type_name(obj),)
+            self._classes.add(id(obj))
+            return _stand_in, (kinds.type_name(obj), definitions.compute_digest(obj) or _methods_of(obj))
         return super().reducer_override(obj)
