@@ -254,6 +254,53 @@ def test_gradients_between_two_steps_are_saved(cells: ddip.Group, folder: str) -
     cells.run("assert net.weight.grad.tolist() == expected")
 
 
+OPTIONS = """
+import torch, torch.nn as nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def make(wrap, hook=None, **options):
+    global model, optimizer
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(6) if wrap is DDP else nn.LayerNorm(6)
+    model = wrap(nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6)), **options)
+    if hook is not None: model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def train():
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [(v.to_local() if hasattr(v, "to_local") else v).tolist() for v in model.state_dict().values()]
+"""
+
+
+@pytest.mark.parametrize(
+    "wrap, options",
+    [
+        ("DDP", "broadcast_buffers=False"),
+        pytest.param("DDP", "hook=fp16_compress_hook", marks=pytest.mark.grid(in_ci=True)),
+        pytest.param(
+            "fully_shard",
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+            marks=pytest.mark.grid(in_ci=True),
+        ),
+    ],
+)
+def test_a_wrapper_with_other_settings_is_made_anew(cells: ddip.Group, folder: str, wrap: str, options: str) -> None:
+    cells.run(f"{OPTIONS}\nmake({wrap}, {options}); train()")
+    assert cells.save(folder, ["model", "optimizer"])["left_out"] == {}
+    cells.run("undisturbed = train()")
+    cells.run(f"make({wrap})")
+    assert "model" not in cells.load(folder)["in_place"]
+    cells.run("assert train() == undisturbed")
+    assert "model" in cells.load(folder)["in_place"]
+    cells.run("assert train() == undisturbed")
+
+
 GLOO_ADDS = TORCH < (2, 8)
 """True if gloo's reduce_scatter adds where it is to average: gradients of FSDP2 on the CPU depend on the size."""
 SHARDED = """

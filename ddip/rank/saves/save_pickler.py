@@ -220,7 +220,7 @@ class SavePickler(pickling.Pickler):
         settings["device_ids"] = None if not wrapper.device_ids else ["own"]
         settings["output_device"] = None
         settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / (1 << 20)
-        if any(state is not None and not isinstance(state, dist.ProcessGroup) for state, _ in wrapper._comm_hooks):
+        if any(state is not None and not isinstance(state, dist.ProcessGroup) for _, state in wrapper._comm_hooks):
             self.hooked.append(f"state of the communication hook of {_name_of(keys)}")
         hooks = wrapper._comm_hooks, reducers.builtin_hook(wrapper)
         return parallel_wrapper, (keys, wrapper.module, settings, *hooks, wrapper.training)
@@ -284,7 +284,7 @@ class SavePickler(pickling.Pickler):
 
 
 def draws_own_part(sampler: Any) -> bool:
-    """Return whether `sampler` draws this rank's part of the data, so that a load lets it draw the loading rank's."""
+    """Return whether `sampler` draws this rank's part of the data; a load gives it the loading rank's."""
     if not isinstance(sampler, DistributedSampler) or type(sampler).__reduce_ex__ is not object.__reduce_ex__:
         return False
     return (sampler.rank, sampler.num_replicas) == (dist.get_rank(), dist.get_world_size())

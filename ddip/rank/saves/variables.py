@@ -17,6 +17,7 @@ from ddip.protocol.objects.pickling import Graph, Pickled
 from ddip.rank import user_namespace
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.walk import PRIVATE_NAMES
+from ddip.rank.objects import reducers
 from ddip.rank.saves.agreement import reason_text
 from ddip.rank.saves.imported import find_imported
 from ddip.rank.saves.save_pickler import PARTS, Key, Keys, SavePickler, is_fully_sharded, is_of_torch
@@ -26,6 +27,8 @@ GRADIENTS = "<gradients>"
 """Name of the list of tensors with their gradients, as a tensor is pickled without its gradient."""
 BY_NAME = "only its name was saved, since it is an object of a package and cannot be copied"
 UNREDUCED = "they are of micro-batches and not reduced yet, so they are not saved; save after optimizer.step()"
+NUMERIC_SETTINGS = ("broadcast_buffers", "mixed_precision")
+"""Attributes of a DDP wrapper that change its numbers."""
 KEYED = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 """Classes of objects besides modules that a load fills in place."""
 
@@ -133,7 +136,16 @@ def _structure_of_module(module: torch.nn.Module, kind: str) -> str:
     if any(_has_own_hooks(part) or not _pickles_its_parts(part) for _, part in parts):
         return ""
     facts = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors]
-    return repr((kind, facts, [(name, type(part).__qualname__) for name, part in parts]))
+    return repr((kind, facts, [(name, type(part).__qualname__, _settings_of(part)) for name, part in parts]))
+
+
+def _settings_of(module: torch.nn.Module) -> Any:
+    """Return the settings of a wrapper that change its numbers and that only its constructor sets."""
+    if isinstance(module, DistributedDataParallel):
+        hooks = [f"{hook.__module__}.{hook.__qualname__}" for hook, _ in module._comm_hooks]
+        settings = [getattr(module, name, None) for name in NUMERIC_SETTINGS]
+        return settings, hooks, reducers.builtin_hook(module)
+    return module._get_fsdp_state()._mp_policy if is_fully_sharded(module) else None  # type: ignore[operator]
 
 
 def _has_own_hooks(module: torch.nn.Module) -> bool:
