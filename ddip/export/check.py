@@ -16,6 +16,7 @@ from ddip.export.record import Session
 from ddip.sharded import values
 
 TOLERANCE = 1e-6
+"""Largest difference of a value, relative to its largest number."""
 
 
 def last_line(names: list[str], folder: str) -> str:
@@ -66,7 +67,7 @@ def compare_script(
                 raise BadInput(f"--check: {path} ended on rank {rank} before its last line, so it was not written")
             for name, difference in values.compare_values(ours, stored.read_bytes()).items():
                 if isinstance(difference, str) or not difference <= TOLERANCE:
-                    what = difference if isinstance(difference, str) else f"the difference is {difference:.3g}"
+                    what = difference if isinstance(difference, str) else f"the relative difference is {difference:.3g}"
                     raise BadInput(
                         f"--check: {path} was not written, since it does not give the session's {name} on rank {rank}: "
                         + what

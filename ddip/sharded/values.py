@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -64,7 +65,10 @@ def _flatten_value(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare_values(ours: bytes, theirs: bytes) -> dict[str, float | str]:
-    """Return the largest absolute difference of each value, or a text if it cannot be compared."""
+    """Return the relative difference of each value, or a text if it cannot be compared.
+
+    For a tensor, it is the largest difference divided by the largest absolute number in either.
+    """
     first, second = (torch.load(io.BytesIO(packed), weights_only=True) for packed in (ours, theirs))
     found: dict[str, float | str] = {}
     for path in [*first, *(path for path in second if path not in first)]:
@@ -85,8 +89,9 @@ def _find_difference(ours: Any, theirs: Any) -> float | str:
         if not (ours.is_floating_point() or ours.is_complex()):
             return f"{int(differs.sum())} elements differ"
         wide = torch.complex128 if ours.is_complex() else torch.float64
-        return float((ours.to(wide) - theirs.to(wide))[differs].abs().nan_to_num(float("inf")).max())
+        ours, theirs = ours.to(wide), theirs.to(wide)
+        sizes = torch.stack([ours, theirs]).abs().nan_to_num(0.0, 0.0)
+        return float(((ours - theirs)[differs].abs().nan_to_num(math.inf).max() / sizes.max()).nan_to_num(math.inf))
     if isinstance(ours, float) and isinstance(theirs, float):
-        difference = 0.0 if ours == theirs or (ours != ours and theirs != theirs) else abs(ours - theirs)
-        return float("inf") if difference != difference else difference
+        return _find_difference(torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64))
     return 0.0 if type(ours) is type(theirs) and ours == theirs else f"{ours!r}, in the script {theirs!r}"
