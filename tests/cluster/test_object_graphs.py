@@ -125,7 +125,7 @@ AGAIN = "opt = torch.optim.Adam(net.parameters(), lr=0.1)\nsched = torch.optim.l
 def test_a_new_optimizer_on_a_repaired_rank_is_named_and_synced(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The new rank has an optimizer only some cells after the fault, and no moments: the models would diverge."""
+    """The new rank has an optimizer without moments: the models would diverge."""
     variables = main(MODEL)
     main(TEN_STEPS)
     cells.run(f"{MODEL}\n    old = torch.optim.SGD(net.parameters(), 1.0)")  # which the new rank never has
@@ -150,7 +150,7 @@ def test_a_new_optimizer_on_a_repaired_rank_is_named_and_synced(
 
 @pytest.mark.grid(in_ci=True)
 def test_a_new_optimizer_on_an_added_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Optimizers that all ranks create again, and differ only in their settings, are not named."""
+    """Name no optimizer that all ranks create again, or that differs only in its settings."""
     with ddip.Group(1) as group:
         group.run(MODEL)
         group.run(TEN_STEPS)

@@ -249,13 +249,13 @@ def test_a_change_completed_by_a_repair_refuses_stale_objects(
     """A sampler of the former size would skip a part of the data."""
     group, refused = new_group(2), list[tuple[list[int], int]]()
 
-    def refuse(marks: list[int], size: int) -> list[str]:
+    def refuse_objects(marks: list[int], size: int) -> list[str]:
         refused.append((marks, size))
         return ["sampler"]
 
     for rank in range(2):
         group.engine(rank).answers[on_rank.rank_marks.target] = lambda rank: [7]
-    group.engine(0).answers[on_rank.refuse_stale.target] = refuse
+    group.engine(0).answers[on_rank.refuse_stale.target] = refuse_objects
     group.engine(1).answers[on_rank.join_group.target] = raise_error(OSError("no interface"))
     with pytest.raises(GroupError, match="forming the group failed: rank 1: OSError"):
         group.change(Request(n=3))

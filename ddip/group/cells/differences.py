@@ -210,7 +210,7 @@ class Differences:
         return fault_text(found, len(self._ranks.members), why, self._manager.has_revived)
 
     def report_new_ranks(self, compared: Collection[str]) -> set[str] | None:
-        """Print which optimizers, schedulers and scalers of new ranks are behind those of the others, or ahead.
+        """Print the optimizers, schedulers and scalers of new ranks that are at other steps.
 
         Each is compared once all ranks have it, except for those at the paths `compared`. Returns the paths that have
         been compared; None if no further call is due, since no rank lacks one, or the new ranks have trained. Raises
@@ -516,7 +516,7 @@ def _find_not_at_rest(reports: Sequence[Compared]) -> list[Difference]:
 
 
 def _select_progress(found: Findings) -> Findings:
-    """Keep the differences of optimizers, schedulers and scalers that are further on some ranks than on others.
+    """Keep the differences of optimizers and the like that are at different steps.
 
     Other values, such as learning rates, may differ by design.
     """

@@ -43,9 +43,9 @@ def refuse_stale(marks: list[int], size: int) -> list[str]:
 
 
 def find_copied_ranks(names: list[str], source: int, size: int) -> list[str]:
-    """Return the attributes in the variables `names` that hold the rank `source` from which they were copied, sorted.
+    """Return the attributes that hold the rank `source` of their copy, in the variables `names`.
 
-    Their objects also have an attribute for the number of ranks, which is `size`.
+    They are sorted. Their objects also have an attribute for the number of ranks, which is `size`.
     """
     walk = history.walk_now(checksums=False, keep=True, known=names)
     found = _find_holders(walk, lambda path: _is_number(walk.values.get(path), source), size, by_name=True)
@@ -56,7 +56,7 @@ def find_copied_ranks(names: list[str], source: int, size: int) -> list[str]:
 def _find_holders(
     walk: Walk, is_rank: Callable[[Path], bool], size: int, by_name: bool
 ) -> dict[Path, tuple[list[str], list[str]]]:
-    """Return the objects with attributes for a rank and for a number of ranks, by path, with the names of both.
+    """Return the objects with a rank and a number of ranks, by path, and the attributes of both.
 
     `is_rank` selects paths of the former; the latter equal `size`. `by_name`: their names must also say so.
     """

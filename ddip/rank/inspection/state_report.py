@@ -109,7 +109,7 @@ def describe_paths(hashes: list[int]) -> dict[int, Described]:
 
 
 def find_stepped_objects() -> tuple[list[Path], int]:
-    """Return the paths of optimizers, schedulers and scalers, and the number of steps that optimizers have taken."""
+    """Return the paths of optimizers, schedulers and scalers, and the number of optimizer steps."""
     walk = history.walk_now(checksums=False)
     return [path for path, role in walk.roles.items() if role in STEPPED_ROLES], iteration.steps_taken
 
