@@ -148,6 +148,8 @@ class PushResult(TypedDict):
     """True if the rank could not read a path. Then it has kept nothing of the push either."""
     replaces: bool
     """True if the rank still keeps a replaced value that may be large or hold resources."""
+    trained: list[str]
+    """Names of replaced models, optimizers and leaf tensors that require a gradient, if other objects may hold them."""
 
 
 class PackedObjects(TypedDict):

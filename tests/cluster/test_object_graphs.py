@@ -215,7 +215,38 @@ def test_parameters_without_their_model_are_named_in_one_line(
     push_names(cells, variables, "weights", "data")
     assert "ddip: weights holds parameters of net, which was not pushed\n" in capsys.readouterr().err
     push_names(cells, variables, "weights", "net")
-    assert "holds" not in capsys.readouterr().err
+    assert "weights holds" not in capsys.readouterr().err
+
+
+def test_variables_that_hold_a_replaced_model_are_named(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Copies, parts of the former model in loop variables, and variables of the same push are not named."""
+    variables = main(MODEL)
+    push_names(cells, variables, "net", "opt", "data")
+    cells.run("""
+        import torch
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        state = net.state_dict()
+        for layer in net: pass
+        for parameter in net.parameters(): pass
+    """)
+    push_names(cells, variables, "net", "opt", "data")
+    assert "former" not in capsys.readouterr().err
+    push_names(cells, main("def infer(): return net(data)"), "infer")
+    assert "former" not in capsys.readouterr().err
+    cells.run("from torch.nn.parallel import DistributedDataParallel as DDP; ddp = DDP(net)")
+    push_names(cells, variables, "net", "data")
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "ddip: ddp, opt still hold the former net: create them again, or push them with net on one line"
+    )
+    cells.run("ddp = DDP(net); opt = torch.optim.Adam(net.parameters(), lr=0.1)")
+    cells.run(f"sched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5){textwrap.dedent(TEN_STEPS)}")
+    main(TEN_STEPS)
+    for on_ranks in pull_from_all(cells, "trained"):
+        assert_same_training(on_ranks, variables["trained"])
+    push_names(cells, variables, "net", "opt")
+    assert "ddip: sched still holds the former opt: create it again, or push it with opt on one line\n" in capsys.readouterr().err
 
 
 # -- functions and classes of __main__

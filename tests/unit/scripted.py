@@ -194,7 +194,7 @@ class ScriptedEngine:
         paths: Paths | None = None,
     ) -> dict[str, Any]:
         if not all(self._attach(load, path, size) for load, (path, size) in (paths or {}).items()):
-            return {"errors": {}, "unread": True, "replaces": False}
+            return {"errors": {}, "unread": True, "replaces": False, "trained": []}
         errors, values, received = {}, {}, {0: bytearray(small)} if small else self._received
         pickled = {name: Pickled.of(received[load], sizes, begin) for name, load, begin, sizes in places}
         loader = Loader(pickled)
@@ -206,7 +206,7 @@ class ScriptedEngine:
                 break
         self._before = push, {**self.names}
         self.names.update({} if errors else values)
-        return {"errors": errors, "unread": False, "replaces": False}
+        return {"errors": errors, "unread": False, "replaces": False, "trained": []}
 
     def _drop(self, push: int = 0) -> None:
         if push and push == self._before[0]:

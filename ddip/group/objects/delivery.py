@@ -28,6 +28,7 @@ from ddip.protocol.objects.pickling import Pickled
 from ddip.protocol.objects.shared import SharedBytes
 from ddip.protocol.on_rank import RemoteCall
 from ddip.protocol.reports import Paths, Place, PushResult
+from ddip.protocol.text import list_names
 
 LARGE = 1 << 21
 """Most bytes, all objects together, to send in one message to each rank, which is quicker up to this size."""
@@ -42,11 +43,12 @@ _numbers = itertools.count(1)
 """Numbers of pushes."""
 
 
-def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> None:
+def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequence[int], progress: Report) -> list[str]:
     """Put pickled objects into the namespaces of the ranks `to`, either all of them or none.
 
-    Waits for that. `packed`: pickles by name. The names `along` do not replace existing variables. Raises TransferError
-    if a rank cannot unpickle one, RequestFailed, and RequestInterrupted; no variable has changed then.
+    Waits for that. `packed`: pickles by name. The names `along` do not replace existing variables. Returns a line for
+    each replaced model, optimizer or parameter that other variables of a rank still hold. Raises TransferError if a
+    rank cannot unpickle one, RequestFailed, and RequestInterrupted; no variable has changed then.
     """
     number = next(_numbers)
     with stopping.note_presses() as button:
@@ -55,12 +57,29 @@ def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequen
                 delivery = _Delivery(ranks, packed, along, to, progress, button, held)
                 put = delivery.put(number)
             ensure_put(put)
+            trained = {rank: result["trained"] for rank, result in put.items() if result["trained"]}
+            calls = {rank: on_rank.find_push_holders(names) for rank, names in trained.items()}
+            holders = ranks.ask_each(calls) if calls else []
         except BaseException as error:
             ranks.tell(to, on_rank.drop_transfers(number))
             if isinstance(error, RequestInterrupted):
                 raise RequestInterrupted(f"nothing was pushed: {error}") from None
             raise
         ranks.tell([rank for rank, result in put.items() if result["replaces"]], on_rank.settle_push())
+    return _describe_holders(holders)
+
+
+def _describe_holders(held: Iterable[Mapping[str, Sequence[str]]]) -> list[str]:
+    """Describe the variables that hold a former value; `held`: such variables by replaced name, for each rank."""
+    holders, lines = dict[str, set[str]](), []
+    for of_rank in held:
+        for name, found in of_rank.items():
+            holders.setdefault(name, set()).update(found)
+    for name, found in holders.items():
+        verb, them = ("holds", "it") if len(found) == 1 else ("hold", "them")
+        remedy = f"create {them} again, or push {them} with {name} on one line"
+        lines.append(f"{list_names(sorted(found))} still {verb} the former {name}: {remedy}")
+    return lines
 
 
 def _split_loads(packed: Load) -> list[Load]:

@@ -111,7 +111,7 @@ def pack_values(values: Mapping[str, Any], lacking: Callable[[list[str]], Collec
 def push_packed(ranks: Ranks, packed: PickledNames, to: Sequence[int], progress: Report) -> Transferred:
     """Put the objects of `packed` into the namespaces of the ranks `to`, as `push_values` does."""
     try:
-        delivery.deliver_objects(ranks, packed.pickled, packed.along, to, progress)
+        former = delivery.deliver_objects(ranks, packed.pickled, packed.along, to, progress)
     except TransferError as error:
         hint = modules.suggest_push(str(error), ranks)
         if not hint:
@@ -120,6 +120,8 @@ def push_packed(ranks: Ranks, packed: PickledNames, to: Sequence[int], progress:
     for own in packed.own:
         notify(f"{own}: ddip sets it on each rank, so the notebook's value was not pushed")
     notify_shares(packed.shares, "pushed")
+    for held in former:
+        notify(held)
     size = sum(pickled.size for pickled in packed.pickled.values())
     return Transferred(size, packed.moved, packed.along)
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections import Counter
 from typing import Any, TypeAlias
+
+import torch
 
 from ddip.protocol.objects import pickling, shared
 from ddip.protocol.objects.pickling import Loader, Pickled
@@ -41,6 +44,11 @@ _incoming: dict[int, Memory] = {}
 """Pushed bytes by load number, in private memory or in memory shared with other ranks of this host."""
 _outgoing: dict[str, SharedBytes | bytearray] = {}
 """Pickled objects that the notebook fetches in parts, or reads from shared memory."""
+
+
+def replaced_values() -> dict[str, Any]:
+    """Return the values that the latest push has replaced, by name."""
+    return {name: value for name, value in _replaced.items() if value is not _nothing}
 
 
 def append_part(load: int, part: bytes, first: bool, share: bool) -> str:
@@ -99,8 +107,9 @@ def apply_push(
 
     `places` locate the pickles in the loads, in loading order. Names that only came `along` replace nothing. `small`
     has the bytes of load 0 if they came with this message; `paths` locate loads of another process of this host.
-    Returns the error of a name that failed, whether `paths` could not be read, and whether large values were replaced:
-    these are kept until `settle_push` or the next transfer, and ``drop_transfers(push)`` restores them.
+    Returns the error of a name that failed, whether `paths` could not be read, whether large values were replaced, and
+    the names of replaced models, optimizers and parameters that other objects may still hold. Replaced values are kept
+    until `settle_push` or the next transfer, and ``drop_transfers(push)`` restores them.
     """
     global _push
     settle_push()
@@ -109,7 +118,7 @@ def apply_push(
         _incoming[0] = bytearray(small)
     if not all(attach_load(load, path, size) for load, (path, size) in (paths or {}).items()):
         drop_transfers()
-        return {"errors": {}, "unread": True, "replaces": False}
+        return {"errors": {}, "unread": True, "replaces": False, "trained": []}
     loads, errors = _take_incoming(), dict[str, str]()
     pickled = {name: _pickled_at(loads[load], begin, sizes) for name, load, begin, sizes in places}
     loader = Loader(pickled)
@@ -129,7 +138,12 @@ def apply_push(
             pickling.set_missing_variables(variables, {name: value})
         else:
             variables[name] = value  # code of the next object may read it
-    return {"errors": errors, "unread": False, "replaces": any(_is_heavy(value) for value in _replaced.values())}
+    return {
+        "errors": errors,
+        "unread": False,
+        "replaces": any(_is_heavy(value) for value in _replaced.values()),
+        "trained": [name for name in _replaced if variables.get(name) is not _replaced[name] and _is_held(name)],
+    }
 
 
 def _pickled_at(memory: bytearray | mmap.mmap, begin: int, sizes: list[int]) -> Pickled:
@@ -144,6 +158,42 @@ def _pickled_at(memory: bytearray | mmap.mmap, begin: int, sizes: list[int]) -> 
 def _is_heavy(value: object) -> bool:
     """Return whether `value` may be large, or may hold resources that should be freed soon."""
     return value is not _nothing and (type(value) not in LIGHT or sys.getsizeof(value) > pickling.INLINE)
+
+
+def _takes_part_in_training(value: Any) -> bool:
+    """Return whether `value` is a module, an optimizer or a leaf tensor that requires a gradient."""
+    kinds = type(value).__mro__  # isinstance() would read a proxy's __class__
+    if torch.Tensor in kinds:
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(value.requires_grad and value.is_leaf)
+    return torch.nn.Module in kinds or torch.optim.Optimizer in kinds
+
+
+def _is_held(name: str) -> bool:
+    """Return whether objects other than `_replaced` hold the replaced value of `name`, or a part of it.
+
+    This counts references, which takes microseconds, while a search for the holders walks over all variables. Returns
+    False for a value that takes no part in training.
+    """
+    if not _takes_part_in_training(_replaced[name]):
+        return False
+    parts, links = _list_parts(_replaced[name])
+    unheld = [object()]
+    own = [sys.getrefcount(part) for part in unheld][0]  # Python 3.14 counts fewer references of local variables
+    return any(sys.getrefcount(part) != own + links[id(part)] for part in parts)
+
+
+def _list_parts(value: Any) -> tuple[list[Any], Counter[int]]:
+    """Return `value`, submodules, parameters and buffers, and how many modules hold each, by its id, plus `value`."""
+    parts, links = [value], Counter([id(value)])
+    for part in parts:
+        if torch.nn.Module in type(part).__mro__:
+            for kind in ("_modules", "_parameters", "_buffers"):
+                for child in vars(part).get(kind, {}).values():
+                    if child is not None and id(child) not in links:
+                        parts.append(child)
+                    links[id(child)] += 1
+    return parts, links
 
 
 def settle_push() -> None:

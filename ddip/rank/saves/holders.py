@@ -1,4 +1,4 @@
-"""Find the variables that still hold an object which a load has replaced."""
+"""Find the variables that still hold an object which a load or a push has replaced."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from ddip.rank import user_namespace
 from ddip.rank.inspection import kinds
 from ddip.rank.inspection.walk import Path, Walk, variables_of
+from ddip.rank.objects import rank_transfer
 
 
 def find_holders(replaced: list[Any], variables: Mapping[str, Any], loaded: Collection[str]) -> list[str]:
@@ -33,6 +35,23 @@ def find_holders(replaced: list[Any], variables: Mapping[str, Any], loaded: Coll
         p for p, value in walk.objects.items() if id(value) in ids or not storages.isdisjoint(_storages_of([value]))
     ]
     return sorted(graph.variables_with(paths) - set(loaded))
+
+
+def find_push_holders(names: list[str]) -> dict[str, list[str]]:
+    """Return the variables that still hold a value of `names` which the latest push replaced, or a part of it, by name.
+
+    Tensors that only share memory with it are not holders, and neither are its parts: a loop over ``net.parameters()``
+    leaves one in a variable.
+    """
+    replaced, own = rank_transfer.replaced_values(), variables_of(user_namespace())
+    walk = Walk(own, keep=True, process_wide=False).finish()
+    graph, found = _ObjectGraph(walk), dict[str, list[str]]()
+    for name in names:
+        ids = {id(part) for part in _parts_of(replaced[name])}
+        holders = graph.variables_with([path for path, value in walk.objects.items() if id(value) in ids])
+        parts = {other for other, value in own.items() if id(value) in ids and value is not replaced[name]}
+        found[name] = sorted(holders - parts - replaced.keys())
+    return {name: holders for name, holders in found.items() if holders}
 
 
 class _ObjectGraph:
