@@ -218,6 +218,25 @@ def test_parameters_without_their_model_are_named_in_one_line(
     assert "weights holds" not in capsys.readouterr().err
 
 
+def test_parts_that_are_sent_apart_are_named_in_both_directions(
+    cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = main("""
+        import torch
+        w = torch.zeros(3, requires_grad=True); opt = torch.optim.SGD([w], lr=0.1)
+    """)
+    push_names(cells, variables, "w")
+    assert "holds" not in capsys.readouterr().err
+    push_names(cells, variables, "opt")
+    assert "ddip: opt holds w, which was not pushed\n" in capsys.readouterr().err
+    for pull in (cells.pull, cells.peek):
+        pull(["w"])
+        assert "holds" not in capsys.readouterr().err
+        cells.run("import torch; w = torch.zeros(3, requires_grad=True); opt = torch.optim.SGD([w], lr=0.1)")
+        pull(["opt"])
+        assert "ddip: opt holds w, which was not pulled\n" in capsys.readouterr().err
+
+
 def test_variables_that_hold_a_replaced_model_are_named(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +265,10 @@ def test_variables_that_hold_a_replaced_model_are_named(
     for on_ranks in pull_from_all(cells, "trained"):
         assert_same_training(on_ranks, variables["trained"])
     push_names(cells, variables, "net", "opt")
-    assert "ddip: sched still holds the former opt: create it again, or push it with opt on one line\n" in capsys.readouterr().err
+    assert (
+        "ddip: sched still holds the former opt: create it again, or push it with opt on one line\n"
+        in capsys.readouterr().err
+    )
 
 
 # -- functions and classes of __main__

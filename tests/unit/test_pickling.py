@@ -8,6 +8,7 @@ import io
 import pickle
 import random
 import sys
+import textwrap
 import threading
 import warnings
 from typing import Any
@@ -249,3 +250,52 @@ def test_process_wide_generators_are_those_of_the_receiver() -> None:
     bits, copied = round_trip((np.random.Generator(np.random.mtrand._rand._bit_generator), own))  # type: ignore[attr-defined]
     assert bits.bit_generator is np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
     assert copied is not own and copied.random() == own.random()
+
+
+SHARED = """
+    w = torch.zeros(3, requires_grad=True); b = torch.nn.Parameter(torch.zeros(1)); bare = torch.optim.SGD([w, b])
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)); opt = torch.optim.SGD(net.parameters())
+    class Trainer: pass
+    trainer = Trainer(); trainer.model = torch.nn.Linear(2, 1)
+    trainer.opt = torch.optim.SGD(trainer.model.parameters())
+    sched = torch.optim.lr_scheduler.StepLR(trainer.opt, 1)
+    nets = {"a": [torch.nn.Linear(2, 1)]}; of_nets = torch.optim.SGD(nets["a"][0].parameters())
+    enc = torch.nn.Embedding(5, 3); dec = torch.nn.Linear(3, 5, bias=False); dec.weight = enc.weight
+    of_both = torch.optim.SGD([*enc.parameters()])
+    layers = [torch.nn.Linear(2, 1)]; built = torch.nn.Sequential(*layers); params = [*built.parameters()]
+    for p in params: pass
+    compiled = torch.nn.Sequential(built)
+    model = torch.nn.Linear(1, 1); learner = Trainer(); learner.model = model; learner.parts = {"opt": sched}
+    data = torch.ones(2); alias = [data]
+"""
+APART = {
+    "bare": ["bare holds w", "bare holds b"],
+    "w b": [],
+    "w b bare": [],
+    "opt": ["opt holds parameters of net"],
+    "net": [],
+    "trainer": [],
+    "trainer sched": [],
+    "sched": ["sched holds parameters of trainer"],
+    "of_nets": ["of_nets holds parameters of nets"],
+    "nets": [],
+    "enc": ["enc holds parameters of dec"],
+    "dec": ["dec holds parameters of enc"],
+    "enc dec": [],
+    "of_both": ["of_both holds parameters of enc", "of_both holds parameters of dec"],
+    "built": [],
+    "layers": ["layers holds a part of built"],
+    "compiled": ["compiled holds built"],
+    "model": [],
+    "learner": ["learner holds model", "learner holds parameters of trainer"],
+    "data": [],
+}
+"""Links that are named when the names of a line are sent without the others."""
+
+
+@pytest.mark.parametrize("line", APART)
+def test_objects_that_other_variables_share_are_named(line: str) -> None:
+    variables: dict[str, Any] = {"torch": torch, "many": [*range(10_000)], "__name__": "__main__"}
+    exec(textwrap.dedent(SHARED), variables)
+    values = {name: variables[name] for name in line.split()}
+    assert dump_all(values, variables=variables).shares == APART[line]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import cloudpickle
 from IPython.core.getipython import get_ipython
 
-from ddip.protocol.objects import definitions
+from ddip.protocol.objects import definitions, training_links
 from ddip.protocol.rank_spec import STANDING_VARIABLES
 from ddip.protocol.text import escape_surrogates
 
@@ -311,14 +311,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """True if a tensor or optimizer has hooks, which torch does not pickle."""
         self.name = ""
         """Name of the variable that is pickled, set by `Graph`."""
-        self.optimizers: dict[int, tuple[str, Any]] = {}
-        """First name that holds each optimizer, and the optimizer, by its id."""
-        self.models: dict[int, str] = {}
-        """First name that holds each module, by the module's id."""
-        self.parameters: dict[int, str] = {}
-        """First name that holds each parameter, by the parameter's id."""
-        self.owned: set[int] = set()
-        """IDs of all parameters of modules."""
+        self.parts = training_links.Parts()
+        """Modules, optimizers and parameters that were pickled."""
         self._storages: dict[int, Any] = {}
         """Storages by ``_cdata``: each is written once, even if several tensors use it."""
         self._parts = find_parts()
@@ -330,6 +324,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch = sys.modules.get("torch")
         if torch is not None:
             if type(obj) is torch.Tensor and is_plain_tensor(obj):
+                if obj.requires_grad and obj.is_leaf:
+                    self.parts.leaves.setdefault(id(obj), self.name)
                 return self._reduce_tensor(obj)
             if isinstance(obj, torch.UntypedStorage) and obj.device.type != "meta":
                 self.moved = self.moved or is_elsewhere(obj)
@@ -374,8 +370,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ensure_whole(obj, torch)
         if isinstance(obj, torch.Tensor):
             self.has_hooks |= _has_hooks(obj)
-            if isinstance(obj, torch.nn.Parameter):
-                self.parameters.setdefault(id(obj), self.name)
+            if isinstance(obj, torch.nn.Parameter) or (obj.requires_grad and obj.is_leaf):
+                self.parts.leaves.setdefault(id(obj), self.name)
             self.moved = self.moved or is_elsewhere(obj)
             if isinstance(obj, torch.nn.Parameter):  # its data, a plain tensor, is reduced next
                 return None
@@ -383,8 +379,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return reduce_like_torch(self.on_cpu(obj.detach()).requires_grad_(obj.requires_grad))
             return reduce_like_torch(obj) if obj.layout is torch.sparse_coo else None
         if isinstance(obj, torch.nn.Module):
-            self.owned.update(map(id, obj._parameters.values()))
-            self.models.setdefault(id(obj), self.name)
+            self.parts.owned.update(map(id, obj._parameters.values()))
+            self.parts.models.setdefault(id(obj), self.name)
             if any(hooks for name, hooks in vars(obj).items() if name.endswith(HOOKS)):
                 make, args, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
                 return (make, args, state, None, None, fill_module) if rest in ([], [None, None]) else None
@@ -399,7 +395,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 f"{where} stays where its device is; send its get_state(), and set_state() it there"
             )
         if isinstance(obj, torch.optim.Optimizer):
-            self.optimizers.setdefault(id(obj), (self.name, obj))
+            self.parts.optimizers.setdefault(id(obj), self.name)
             self.has_hooks |= any(map(vars(obj).get, OPTIMIZER_HOOKS))
         if isinstance(obj, torch.utils.data.DistributedSampler) and _is_own_part(obj):
             return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[:3], None, None, fill_sampler)
@@ -692,8 +688,8 @@ def dump_all(
         packed.pickled = graph.pickled()
         readers = graph.pickler.readers
         packed.own = [f"{readers[name]} reads {name}" for name in STANDING_VARIABLES if name in readers]
-        along = (graph.pickler.globals[name] for name in packed.along)
-        packed.shares = find_shares(graph, {*map(id, values.values()), *map(id, along)}, variables or {})
+        along = {name: graph.pickler.globals[name] for name in packed.along}
+        packed.shares = find_shares(graph, {**values, **along}, variables or {})
     return packed
 
 
@@ -735,24 +731,13 @@ def _add_name(packed: PickledNames, graph: Graph[Pickler], name: str, value: Any
         packed.errors[what] = escape_surrogates(f"{type(error).__name__}: {error}")
 
 
-def find_shares(graph: Graph[Pickler], sent: Collection[int], variables: Mapping[str, Any]) -> list[str]:
-    """Describe the links to variables that are not sent: models, optimizers, parameters and hooks.
+def find_shares(graph: Graph[Pickler], sent: Mapping[str, Any], variables: Mapping[str, Any]) -> list[str]:
+    """Describe the links to variables that are not sent, and hooks, which are never sent.
 
-    `graph`: the pickles; `sent`: ids of the objects in them; `variables`: all variables of the sender.
+    `graph`: the pickles; `sent`: the objects in them, by name; `variables`: all variables of the sender.
     """
     found = [f"{name} has a hook of a parameter or optimizer" for name in graph.with_hooks]
-    unsent = {name: value for name, value in variables.items() if not name.startswith("_") and id(value) not in sent}
-    of_model = graph.pickler.models
-    found += [f"{of_model[id(value)]} holds {name}" for name, value in unsent.items() if id(value) in of_model]
-    models = {name: value for name, value in unsent.items() if isinstance(value, _module_class())}
-    for holder, optimizer in graph.pickler.optimizers.values():
-        found += [f"{holder} holds {name}" for name, value in unsent.items() if value is optimizer]
-    holders = {id_: holder for id_, holder in graph.pickler.parameters.items() if id_ not in graph.pickler.owned}
-    model_of_holder: dict[str, str] = {}
-    for name, model in models.items() if holders else ():
-        for holder in sorted({holders[id(p)] for p in model.parameters() if id(p) in holders} - model_of_holder.keys()):
-            model_of_holder[holder] = name
-    return found + [f"{holder} holds parameters of {name}" for holder, name in model_of_holder.items()]
+    return found + training_links.find_links(graph.pickler.parts, sent, variables)
 
 
 def home_of(function: FunctionType) -> str | None:
@@ -762,12 +747,6 @@ def home_of(function: FunctionType) -> str | None:
     """
     home: str | None = function.__globals__.get("__name__", function.__module__)
     return home
-
-
-def _module_class() -> Any:
-    """Return ``torch.nn.Module``, or an empty tuple if torch is not imported, for ``isinstance``."""
-    torch = sys.modules.get("torch")
-    return () if torch is None else torch.nn.Module
 
 
 class Loader:

@@ -153,7 +153,7 @@ class Peek:
                             "another thread writes to a tensor in it; keep a copy of it there now and then"
                         )
                     raise ObjectChanged("a tensor in it was written to during the copy")
-            sent = {*map(id, found.values()), *(id(graph.pickler.globals[name]) for name in self.along)}
+            sent = {**found, **{name: graph.pickler.globals[name] for name in self.along}}
             self.shares = pickling.find_shares(graph, sent, current_variables())
             self.inside = (
                 "" if is_safe or not graph.pickler.has_memory else str(StackLocation(**stacks.main_thread_location()))
