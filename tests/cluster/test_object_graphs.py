@@ -240,7 +240,7 @@ def test_parts_that_are_sent_apart_are_named_in_both_directions(
 def test_variables_that_hold_a_replaced_model_are_named(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Copies, parts of the former model in loop variables, and variables of the same push are not named."""
+    """Not named: copies, loop variables with parts of the former model, and variables of the same push."""
     variables = main(MODEL)
     push_names(cells, variables, "net", "opt", "data")
     cells.run("""

@@ -70,15 +70,18 @@ def deliver_objects(ranks: Ranks, packed: Load, along: Sequence[str], to: Sequen
 
 
 def _describe_holders(held: Iterable[Mapping[str, Sequence[str]]]) -> list[str]:
-    """Describe the variables that hold a former value; `held`: such variables by replaced name, for each rank."""
+    """Describe the variables that hold a former value.
+
+    `held`: such variables by replaced name, for each rank.
+    """
     holders, lines = dict[str, set[str]](), []
     for of_rank in held:
         for name, found in of_rank.items():
             holders.setdefault(name, set()).update(found)
-    for name, found in holders.items():
-        verb, them = ("holds", "it") if len(found) == 1 else ("hold", "them")
+    for name, held_by in holders.items():
+        verb, them = ("holds", "it") if len(held_by) == 1 else ("hold", "them")
         remedy = f"create {them} again, or push {them} with {name} on one line"
-        lines.append(f"{list_names(sorted(found))} still {verb} the former {name}: {remedy}")
+        lines.append(f"{list_names(sorted(held_by))} still {verb} the former {name}: {remedy}")
     return lines
 
 

@@ -31,7 +31,10 @@ HEAP_TYPE = 1 << 9
 
 @dataclass
 class Parts:
-    """Parts of a training in the pickles of variables: the first variable that holds each, by the part's id."""
+    """Parts of a training in pickled variables.
+
+    Each dict has the first variable that holds a part, by the part's id.
+    """
 
     models: dict[int, str] = field(default_factory=dict)
     optimizers: dict[int, str] = field(default_factory=dict)
@@ -42,9 +45,9 @@ class Parts:
 
 
 def find_links(parts: Parts, sent: Mapping[str, Any], variables: Mapping[str, Any]) -> list[str]:
-    """Describe what the variables `sent`, which have these `parts`, share with `variables` that are not sent.
+    """Describe which `parts` of the variables `sent` other variables hold.
 
-    An object that several variables hold is described for one of them, and preferably for a module or the tensor.
+    `variables`: all variables of the sender. An object that several variables hold is described for one of them, and preferably for a module or the tensor.
     """
     if not (parts.models or parts.optimizers or parts.leaves):
         return []

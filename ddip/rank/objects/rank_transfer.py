@@ -184,7 +184,10 @@ def _is_held(name: str) -> bool:
 
 
 def _list_parts(value: Any) -> tuple[list[Any], Counter[int]]:
-    """Return `value`, submodules, parameters and buffers, and how many modules hold each, by its id, plus `value`."""
+    """Return `value` and its modules, parameters and buffers, and the number of links to each.
+
+    Links are counted by id: one from each module that holds a part, and one to `value` itself.
+    """
     parts, links = [value], Counter([id(value)])
     for part in parts:
         if torch.nn.Module in type(part).__mro__:

@@ -38,10 +38,10 @@ def find_holders(replaced: list[Any], variables: Mapping[str, Any], loaded: Coll
 
 
 def find_push_holders(names: list[str]) -> dict[str, list[str]]:
-    """Return the variables that still hold a value of `names` which the latest push replaced, or a part of it, by name.
+    """Return, for each of `names`, the variables that hold its value from before the latest push.
 
-    Tensors that only share memory with it are not holders, and neither are its parts: a loop over ``net.parameters()``
-    leaves one in a variable.
+    Holders of a part of the value count. Tensors that only share memory with it do not, and neither do variables that
+    are one of its parts: a loop over ``net.parameters()`` leaves such a variable.
     """
     replaced, own = rank_transfer.replaced_values(), variables_of(user_namespace())
     walk = Walk(own, keep=True, process_wide=False).finish()
