@@ -342,7 +342,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, enum.EnumMeta):
             reduced = _reduce_enum(obj, reduced)  # type: ignore[arg-type]
         elif isinstance(obj, type) and "__slots__" in vars(obj):
-            reduced[1][3]["__slots__"] = obj.__slots__  # cloudpickle 3.1.3 sets them after it has made the class
+            reduced[1][3]["__slots__"] = vars(obj)["__slots__"]  # cloudpickle 3.1.3 sets them too late
         return _reduce_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def find_globals(self, done: Collection[str]) -> list[str]:
@@ -440,7 +440,10 @@ def _is_on_rank() -> bool:
 
 
 def _is_own_part(sampler: Any) -> bool:
-    """Return whether a sampler draws this rank's part of the data or, in the notebook, that of the rank it is from."""
+    """Return whether a sampler draws this rank's part of the data.
+
+    In the notebook: that of the rank it is from.
+    """
     of_rank = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     part = of_rank if _is_on_rank() else vars(sampler).get(PART_OF_RANK)
     return bool(part == (str(sampler.rank), str(sampler.num_replicas)))
@@ -484,7 +487,7 @@ def place_of(tensor: Any) -> Place:
 
 
 def reduce_like_torch(tensor: Any) -> tuple[Any, ...]:
-    """Reduce a tensor as torch does, but keep that a sparse one requires a gradient, which torch 2.14 loses."""
+    """Reduce a tensor as torch does, and keep ``requires_grad`` of a sparse one, which torch 2.14 loses."""
     reduced = tuple(tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
     is_lost = tensor.requires_grad and tensor.layout is sys.modules["torch"].sparse_coo and len(reduced) == 2
     return (with_gradient, reduced) if is_lost else reduced
@@ -805,5 +808,5 @@ def _plain_data(value: Any) -> bytes | None:
 def _is_unchanged(name: str, value: Any) -> bool:
     brought, known = _brought[name]
     if isinstance(brought, weakref.ref):
-        return brought() is value and definitions.compute_digest(value) == known
+        return brought() is value is not None and definitions.compute_digest(value) == known
     return brought is value and _plain_data(value) == known
