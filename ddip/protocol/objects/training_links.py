@@ -47,7 +47,8 @@ class Parts:
 def find_links(parts: Parts, sent: Mapping[str, Any], variables: Mapping[str, Any]) -> list[str]:
     """Describe which `parts` of the variables `sent` other variables hold.
 
-    `variables`: all variables of the sender. An object that several variables hold is described for one of them, and preferably for a module or the tensor.
+    `variables`: all variables of the sender. An object that several variables hold is described for one of them,
+    preferably for a module or the tensor.
     """
     if not (parts.models or parts.optimizers or parts.leaves):
         return []

@@ -7,7 +7,6 @@ impossible. Tensors count by the fingerprint of their memory, functions and clas
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import pickle
