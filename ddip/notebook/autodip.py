@@ -63,7 +63,10 @@ class Autodip:
         return f"%%dip {self._arguments}".rstrip()
 
     def on(self, arguments: str, everywhere: str = "") -> None:
-        """Run all later cells as ``%%dip <arguments>``, those for both sides as ``%%dip everywhere <everywhere>``."""
+        """Run all later cells as ``%%dip <arguments>``.
+
+        Those for both sides run as ``%%dip everywhere <everywhere>``.
+        """
         self.off()
         self._arguments, self._everywhere = arguments, everywhere
         self._shell.input_transformers_cleanup.append(self)

@@ -56,7 +56,7 @@ def for_ranks(cell: str) -> str:
 
 
 def names_to_expand(line: str, namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names in ``$name`` and ``{name}`` that IPython cannot expand, since `namespace` lacks them."""
+    """Return the names in ``$name`` and ``{name}`` that `namespace` lacks; IPython leaves these."""
     found = [one or other for one, other in UNEXPANDED.findall(line)]
     return [name for name in found if name not in namespace and name not in os.environ]
 

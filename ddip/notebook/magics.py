@@ -409,7 +409,7 @@ class DipMagics(Traits):
         return args
 
     def refuse_names_of_ranks(self, line: str) -> None:
-        """Raise BadInput if the line of a magic has ``$name`` or ``{name}``, which only the ranks could expand."""
+        """Raise BadInput if a magic's line has ``$name`` or ``{name}`` for a variable of the ranks."""
         for name in both_sides.names_to_expand(line, self.shell.user_ns):
             if self.running_group is not None and self.running_group.has_name(name):
                 raise BadInput(

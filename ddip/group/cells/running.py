@@ -661,7 +661,7 @@ class RunningCell:
                     return
 
     def _describe_absent(self) -> str:
-        """Return a line about ranks that do not run the cell, for whose collectives it may wait; empty if all do."""
+        """Return a line about ranks that do not run the cell; empty if all do."""
         absent = sorted(set(range(self.world_size)).difference(self.cell.ranks))
         return f"{ranks_text(absent)} {'does' if len(absent) == 1 else 'do'} not run this cell" if absent else ""
 

@@ -484,7 +484,10 @@ class Walk:
             self._enqueue(f"{path}.__class__", kind, depth, path, "class", "__class__")
 
     def _visit_attributes(self, path: Path, value: Any, depth: int, only_parts: bool = False) -> None:
-        """Visit what the object's dictionary and slots hold; `only_parts`: only a module's tensors and modules."""
+        """Visit the contents of the object's dictionary and slots.
+
+        With `only_parts`, visit only the tensors and submodules of a module.
+        """
         attributes = instance_dict(value) or {}
         mro = mro_of(type(value))
         module = torch.nn.Module in mro
