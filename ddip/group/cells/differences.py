@@ -544,7 +544,8 @@ AFTER_FAULT, NEW_RANKS = "the ranks differ after the fault:", "the new ranks dif
 def fault_text(found: Findings, size: int, why: str = AFTER_FAULT, has_revived: bool = False) -> str:
     """Return the report for the user in several lines; empty if nothing was found.
 
-    `why`: the first line. `size`: number of ranks. `has_revived`: all ranks have rank 0's parameters already, so it offers no other rank.
+    `why`: the first line. `size`: number of ranks. `has_revived`: all ranks have rank 0's parameters already, so it
+    offers no other rank.
     """
     lines = []
     if found.differences:
