@@ -261,7 +261,8 @@ del _made
         )
         differ = [name for name in plan.differing_objects(seen.looks, seen.good) if not name.endswith("gradients")]
         if differ or plan.mentions_difference(seen.heard, self._loop.state):
-            self._synchronise(seen, source=fault.nth % RANKS)
+            offers_any = "--from RANK" in seen.heard  # a rebuild has given DDP models rank 0's parameters otherwise
+            self._synchronise(seen, source=fault.nth % RANKS if offers_any else 0)
         if not (seen.refused or seen.error or seen.hung):
             self._train_on(seen)
         if seen.error or seen.refused or seen.found:
