@@ -63,7 +63,7 @@ test-system: $(SYSTEM)
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
 	$(BIN)/python -m pytest tests/unit tests/cluster -m grid $(ARGS)
 
-SPAWNED := $(foreach name,whole_ranks group_places folder limits listeners,tests/cluster/test_$(name).py)
+SPAWNED := $(foreach name,recovery whole_ranks group_places folder limits listeners,tests/cluster/test_$(name).py)
 test-long: $(SYSTEM)
 	$(BIN)/python -m pytest tests/unit tests/cluster tests/frameworks tests/system -m long $(ARGS)
 	$(MAKE) test-hosts ARGS="-m long $(ARGS)"

@@ -4,7 +4,8 @@ Usage: recovery.py [ROUNDS] [RANKS ...]
 
 While the other ranks wait in all_reduce, one rank raises, or never joins and the user presses stop, or is killed and
 replaced. ``ends``: from the fault until the cell has failed in the notebook; ``usable``: until the next all_reduce over
-all ranks has succeeded. ``restart_group`` is ``%makedip -r``: the all_reduce works then, but all variables are lost.
+all ranks has succeeded. Groups of more than 8 ranks have a quarter of the rounds. ``restart_group`` is ``%makedip -r``:
+the all_reduce works then, but all variables are lost.
 """
 
 from __future__ import annotations
@@ -96,12 +97,12 @@ def main() -> None:
     """Print one table of results."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     rows = []
-    for size in map(int, sys.argv[2:] or ["2", "4", "8"]):
+    for size in map(int, sys.argv[2:] or ["2", "4", "8", "16", "64"]):
         ends: dict[str, list[float]] = {}
         usable: dict[str, list[float]] = {}
         with Group(size, timeout=120) as group:
             group.run(SET_UP)
-            for _ in range(rounds):
+            for _ in range(rounds if size <= 8 else max(3, rounds // 4)):
                 for fault in (*NAMES, restart_group, cause_no_fault):
                     at = fault(group)
                     ends.setdefault(fault.__name__, []).append(time.time() - at)

@@ -35,11 +35,13 @@ class Row:
     """What `ranks` counts instead of ranks, for results over something else."""
 
     def table_row(self) -> str:
-        """Return the table row: medians and median ratios, with their intervals."""
+        """Return the table row: medians and median ratios, with their intervals; no ratio to zero."""
         beside = []
         for name, theirs in self.others.items():
-            ratios = [ours / other for ours, other in zip(self.ours, theirs, strict=True)]
-            beside.append(f"{name} {format_median(theirs)}: **{format_median(ratios)}**")
+            text = f"{name} {format_median(theirs)}"
+            if all(theirs):
+                text += f": **{format_median([ours / other for ours, other in zip(self.ours, theirs, strict=True)])}**"
+            beside.append(text)
         return f"| {self.what}, {self.unit} | {self.ranks} | {format_median(self.ours)} | {'; '.join(beside)} |"
 
 
@@ -84,13 +86,13 @@ def format_number(value: float) -> str:
 
 
 def report_rows(benchmark: str, rows: Sequence[Row]) -> None:
-    """Print rows, and store them for ``results.py``."""
-    print("\n".join([HEAD, *(row.table_row() for row in rows)]))
+    """Store rows for ``results.py``, and print them."""
     KEPT.mkdir(parents=True, exist_ok=True)
     torch = importlib.metadata.version("torch")
     when = f"On {datetime.date.today()}, with torch {torch}, on {describe_machine()}."
     stored = {"when": when, "rows": [dataclasses.asdict(row) for row in rows]}
     (KEPT / f"{benchmark}.json").write_text(json.dumps(stored))
+    print("\n".join([HEAD, *(row.table_row() for row in rows)]))
 
 
 def load_rows() -> dict[str, tuple[str, list[Row]]]:

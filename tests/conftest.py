@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_outside_sample(item: pytest.Item) -> bool:
     """Return True if ``--sample`` leaves the test out.
 
-    It leaves out some files, all but the first variant of a test of hosts, two of three scripts of the frameworks'
+    It leaves out some files, all but the first variant of a test of hosts, five of six scripts of the frameworks'
     table, and most grids, decided by their names.
     """
     folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
@@ -134,12 +134,12 @@ def _is_outside_sample(item: pytest.Item) -> bool:
     if folder == "hosts":
         return any(indices.values())
     if (folder, name) == ("frameworks", "table"):
-        return indices["script"] % 3 != 0
+        return indices["script"] % 6 != 0
     grids = list(item.iter_markers("grid"))  # one of the test, and one of its parameter
     if folder in NOT_SAMPLED or not grids:
         return False
     is_example = all(grid.kwargs.get("in_ci") for grid in grids) or item.path.stem in ("test_pages", "test_notebooks")
-    return zlib.crc32(item.name.encode()) % (8 if is_example else 16) != 0
+    return zlib.crc32(item.name.encode()) % (16 if is_example else 32) != 0
 
 
 def _shared_resource(item: pytest.Item) -> str:
