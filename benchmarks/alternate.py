@@ -32,6 +32,7 @@ class Program:
         command = [self.python, "-c", self.code, *self.arguments]
         # PATH holds only this Python: nbdistributed starts "python", and its "pkill" would end unrelated processes
         environment = {**os.environ, "PATH": str(Path(self.python).parent)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process of ddip may compile all its modules
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         for _ in range(TRIES):
             with subprocess.Popen(command, **pipes, text=True, env=environment, start_new_session=True) as process:  # type: ignore[call-overload]
