@@ -12,18 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from ddip.errors import BadInput
-from ddip.export.record import Execution, Push
 from ddip.notebook.first_lines import DIP, skip_comments
 from ddip.output.area import current_request
-from ddip.protocol.objects import calls
-from ddip.protocol.objects.pickling import Loader
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from ddip.export.record import Execution, Push
     from ddip.group.cells.cell import Cell
     from ddip.group.cells.history import History
     from ddip.protocol.objects.pickling import Pickled
@@ -70,6 +66,8 @@ class Executions:
 
         `folder`: the ranks' working directory at their start.
         """
+        from ddip.export.record import Execution, Push
+
         sources: list[str] = list(self._shell.history_manager.input_hist_raw)  # type: ignore[union-attr]
         cells = [cell for cell in history if cell.submitted >= history.started]
         timed: list[tuple[float, Execution | Push]] = [
@@ -94,6 +92,9 @@ class Executions:
         return tuple(event for _, _, event in sorted(found, key=lambda entry: entry[:2]))
 
     def _rank_execution(self, cell: Cell, source: str, cells: list[Cell], folder: str) -> Execution:
+        from ddip.export.record import Execution
+        from ddip.protocol.objects import calls
+
         line = DIP_LINE.match(source)
         is_param = cell.number in self._tagged or (line is not None and "--param" in line[1].split())
         failure = ""
@@ -125,7 +126,10 @@ def _pickle_again(pickled: Mapping[str, Pickled] | None) -> bytes | None:
     """Return pushed values as a dict that ``torch.load`` reads without ddip; None if that fails."""
     if pickled is None:
         return None
+    import cloudpickle
     import torch  # takes a second, so only an export imports it here
+
+    from ddip.protocol.objects.pickling import Loader
 
     loader, data = Loader(pickled), None
     with contextlib.suppress(Exception):  # the classes of the values may raise anything

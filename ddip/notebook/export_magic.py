@@ -16,7 +16,6 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from ddip.cluster import folder
 from ddip.cluster.hosts import slurm
 from ddip.errors import BadInput
-from ddip.group.cells.history import KEPT
 from ddip.notebook import arguments, executions
 from ddip.notebook.arguments import with_examples
 from ddip.notebook.base_magics import GroupMagics
@@ -140,6 +139,7 @@ class ExportMagics(GroupMagics):
     def _read_session(self, group: Group) -> Session:
         """Return the session since all ranks started."""
         from ddip.export.record import Execution, Session
+        from ddip.group.cells.history import KEPT
         from ddip.protocol import on_rank
 
         history = group.history

@@ -28,7 +28,6 @@ from ddip.errors import BadInput, GroupError, RequestInterrupted
 from ddip.kept import kept_folder
 from ddip.kept.keeper_link import KeeperEnded, KeeperLink, error_of
 from ddip.kept.kept_folder import KeptGroup
-from ddip.kept.kept_objects import KeptObjects
 from ddip.notebook import arguments, both_sides
 from ddip.notebook.autodip import AUTODIP_OFF
 from ddip.output import area
@@ -36,6 +35,7 @@ from ddip.output import area
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from ddip.kept.kept_objects import KeptObjects
     from ddip.notebook.magics import DipMagics
 
 START_SECONDS = 60.0
@@ -145,6 +145,8 @@ class KeptSession:
     """
 
     def __init__(self, main: DipMagics, kept: KeptGroup, on_end: Callable[[], object], is_new: bool) -> None:
+        from ddip.kept.kept_objects import KeptObjects
+
         self._main, self._on_end = main, on_end
         self._shell: InteractiveShell = main.shell
         self.kept = kept
