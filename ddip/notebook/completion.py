@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from ddip.group.group import Group
 
-ANSWER_SECONDS = 0.2
-"""Seconds to wait for a rank's answer to Tab or ``?``."""
+ANSWER_SECONDS = 0.5
+"""Seconds to wait for a rank's answer to Tab or ``?``; JupyterLab drops completions that take longer than 1 s."""
 MAGIC = re.compile(r"(?:.*[\s=])?(%%?)(\w*dip\w*)[ \t](.*)")
 """The last magic of a line up to the cursor, and what follows it."""
 OPEN_QUOTE = re.compile(r"""[^"']*["']([^"']*)""")

@@ -63,7 +63,7 @@ def test_no_file_in_the_notebooks_folder_replaces_another_module(
     for step in STEPS:
         notebook.ok(step)
     assert notebook.fails("%%dip\n1 / 0").message == "ranks 0-2: ZeroDivisionError: division by zero"
-    assert notebook.ask("complete", "%%dip\nworld_si")["matches"] == ["world_size"]
+    wait_until(lambda: notebook.ask("complete", "%%dip\nworld_si")["matches"] == ["world_size"])
     assert foreign.import_stacks() == []
     notebook.ok("""
         %%dip

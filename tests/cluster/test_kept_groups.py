@@ -376,7 +376,7 @@ def test_a_dead_rank_of_a_kept_group_is_replaced(shared_kept: Notebook) -> None:
 
 def test_tab_and_help_know_the_ranks_variables(shared_kept: Notebook) -> None:
     shared_kept.ok("%%dip\ndef remote_function(number):\n    'Double a number.'\nremote_number = 5")
-    # a rank has 0.2 s to answer
+    # a rank has half a second to answer
     wait_until(lambda: "remote_number" in shared_kept.ask("complete", "%%dip\nremote_nu")["matches"])
     wait_until(lambda: "Double a number." in str(shared_kept.ask("inspect", "%%dip\nremote_function")["data"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -135,9 +136,12 @@ def test_tab_completes_a_name_of_the_ranks(notebook: Lab) -> None:
     notebook.run(NUMBER["tab"])
     notebook.cell(NUMBER["complete"]).locator(".cm-content").click()
     notebook.page.keyboard.press("Control+End")
-    notebook.page.keyboard.press("Tab")
     offered = notebook.page.locator(".jp-Completer-item")
-    wait_for(lambda: offered.all_inner_texts() and "certain_name" in offered.first.inner_text(), "the offer")
+    for _ in range(10):  # a busy machine may miss JupyterLab's limit of a second; a person would press Tab again
+        notebook.page.keyboard.press("Tab")
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: "certain_name" in "".join(offered.all_inner_texts()), "the offer", 4)
+            break
     notebook.page.keyboard.press("Enter")
     code = notebook.cell(NUMBER["complete"]).locator(".cm-content")
     wait_for(lambda: "certain_name" in code.inner_text(), "the completion")

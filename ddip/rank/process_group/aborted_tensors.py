@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import sys
 import weakref
 from dataclasses import asdict
 from pathlib import Path
@@ -29,10 +28,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work, c10d_logger, distributed_c10d
+from torch.distributed import BroadcastOptions, Work, c10d_logger, distributed_c10d
 
 from ddip.protocol.reports import AbortedTensor
 from ddip.rank.process_group import tallies
+from ddip.rank.process_group.tallies import Place
 from ddip.rank.runtime import c10d, stacks, tracebacks
 
 MAX_COPY_BYTES = 1 << 16
@@ -107,34 +107,40 @@ def watch_waits() -> None:
     Work.wait = wrapper  # type: ignore[method-assign, assignment]
 
 
-def _is_called_by_torch(frame: FrameType | None) -> bool:
-    """Return whether torch itself has begun a collective, on tensors that the user never sees.
+def find_place(frame: FrameType | None) -> Place:
+    """Return the place at which a collective begins; `frame` is the one that calls the method of the group.
 
-    Examples are ``all_gather_object`` and hooks of DDP. `frame` is the one that called the method of the group.
+    torch itself begins those of ``all_gather_object`` and of DDP's hooks, for example.
     """
-    for path in (_C10D, _C10D_LOGGER):  # ``dist.all_reduce`` and its decorator
-        if frame is not None and frame.f_code.co_filename == path:
-            frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER)
+    if frame is not None and frame.f_code.co_filename == _C10D:  # ``dist.all_reduce``
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename == _C10D_LOGGER:  # its decorator
+        frame = frame.f_back
+    cells, scripts = stacks.cell_files, stacks.script_files
+    caller = "" if frame is None else frame.f_code.co_filename
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path in cells or path in scripts:
+            return frame.f_code, frame.f_lineno, caller.startswith(_TORCH_FOLDER)
+        frame = frame.f_back
+    return None, 0, True
 
 
-def copy_inputs(
-    group: dist.ProcessGroup, args: tuple[Any, ...], code: CodeType | None, line: int
-) -> WrittenTensors | None:
-    """Copy the tensors that a collective is about to write in place; return None if no copy is needed.
+def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], place: Place) -> WrittenTensors | None:
+    """Copy the tensors that a collective at `place` is about to write in place; return None if no copy is needed.
 
-    `args`: the collective's arguments, tensors first; `code` and `line`: the cell line that begins it, code None if
-    none does. No copy is needed if torch itself began the collective, if this rank only sends, or if a tensor is not a
-    contiguous CPU tensor. The wrapper of the collective must call this directly. Raises an error of torch if a tensor
-    has no memory of its own.
+    `args`: the collective's arguments, tensors first. No copy is needed if torch itself begins the collective, if no
+    cell does, if this rank only sends, or if a tensor is not a contiguous CPU tensor. Raises an error of torch if a
+    tensor has no memory of its own.
     """
-    if code is None or not args or _is_called_by_torch(sys._getframe(2)):
+    code, line, is_by_torch = place
+    if code is None or is_by_torch or not args:
         return None
-    if len(args) > 1 and type(args[1]) is dist.BroadcastOptions and args[1].rootRank == group.rank():
+    if len(args) > 1 and type(args[1]) is BroadcastOptions and args[1].rootRank == group.rank():
         return None  # the source is only read
     if _pending:
         _settle_oldest()
-    tensors = list(args[0]) if isinstance(args[0], list) else [args[0]]
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
     size = 0
     for tensor in tensors:
         if type(tensor) not in _TENSOR_TYPES or not tensor.is_cpu or not tensor.is_contiguous():

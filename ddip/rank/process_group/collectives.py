@@ -3,8 +3,11 @@
 The methods of ``ProcessGroup`` that Python code calls are wrapped: collectives, sends and receives are counted
 (``tallies.py``), the line of a collective is noted, and small tensors that it writes in place are copied
 (``aborted_tensors.py``). The methods are wrapped in the class, since programs may have imported the functions of
-``torch.distributed`` under other names. A collective takes a few microseconds longer. The wrappers are called
-``wrapper``, a name that is omitted when ddip shows in which function a rank is.
+``torch.distributed`` under other names. The wrappers are called ``wrapper``, a name that is omitted when ddip shows in
+which function a rank is.
+
+A collective takes longer by 12 µs of Python code in a hot loop, and by several times as much if the processor has just
+switched to this process; ``benchmarks/train.py`` compares both with torchrun.
 """
 
 from __future__ import annotations
@@ -12,11 +15,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -47,71 +47,14 @@ class Kind(NamedTuple):
     """True if its inputs have the same sizes on all ranks."""
 
 
-def _cell_line() -> tuple[CodeType | None, int]:
-    """Return code and number of the line of a cell or script that called the caller's caller; None and 0 without."""
-    frame = sys._getframe(2)
-    cells, scripts = stacks.cell_files, stacks.script_files
-    while frame is not None and frame.f_code.co_filename not in cells and frame.f_code.co_filename not in scripts:
-        frame = frame.f_back  # type: ignore[assignment]
-    return (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
-
-
-def _note_collective(
-    group: dist.ProcessGroup,
-    op: str,
-    code: CodeType | None,
-    line: int,
-    inputs: Any = None,
-    sizes_agree: bool = False,
-    options: Any = None,
-) -> Tally:
-    """Note that a cell's line begins the collective `op` on `inputs`; return the tally of `group`.
-
-    `code` and `line` are those of `_cell_line`, and `options` are torch's. `sizes_agree`: the inputs must have the same
-    sizes on all ranks.
-    """
-    tally = tally_of(group)
-    begun = tally.begun()
-    tally.enter(is_collective=True)
-    tensors = [] if inputs is None else _input_tensors(inputs)
-    agreed = tensors if sizes_agree else tensors[: op != "scatter"]  # only the root of a scatter has inputs
-    kinds = tuple([_kind_of(tensor, sizes_agree) for tensor in agreed])
-    tally.sign((op, kinds, _agreed_options(options)), begun, code, line)
-    types = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    tally.last = max(begun, default=0) + 1, op, types, time.time_ns()
-    tally.work = tallies.no_work
-    gpu.note_begun(code, line)
-    return tally
-
-
-def _agreed_options(options: Any) -> tuple[Any, ...]:
-    """Return the options on which ranks must agree: the reduction and the root's rank in the group, if any."""
-    kind = type(options)
-    reduction = (options.reduceOp.op,) if kind in REDUCING else ()
-    return (*reduction, options.rootRank) if kind in ROOTED else reduction
-
-
 def _input_tensors(inputs: Any) -> Sequence[torch.Tensor]:
     """Return the tensors of a collective's `inputs`: a tensor, a list of them, or a list of lists.
 
     Only the first one of several lists counts.
     """
     if not isinstance(inputs, (list, tuple)):
-        return [inputs]
+        return (inputs,)
     return inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-
-
-def _kind_of(tensor: torch.Tensor, sizes_agree: bool) -> tuple[int | None, torch.dtype, tuple[int, ...]]:
-    """Return the facts about an input on which ranks must agree, as in `tallies.Signature`.
-
-    The strides are () if the tensor is contiguous: backends send memory as it is, whatever the strides.
-    """
-    if not sizes_agree:
-        return None, tensor.dtype, ()
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return tensor.numel(), tensor.dtype, ()
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return tensor.numel(), tensor.dtype, tuple(strides)
 
 
 def _wrap_collective(method: Method) -> Method:
@@ -119,17 +62,19 @@ def _wrap_collective(method: Method) -> Method:
     kind = COLLECTIVES.get(method.__name__, Kind())
     op = kind.op or method.__name__
     at = None if op == "barrier" else int(kind.output_first)
+    _, _, in_place, sizes_agree = kind
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         written = None
         try:  # an error while noting it must not stop the collective
-            code, line = _cell_line()
-            inputs = None if at is None or at >= len(args) else args[at]
-            tally = _note_collective(group, op, code, line, inputs, kind.sizes_agree, args[-1] if args else None)
-            number = tally.last[0] if tally.last else 0
-            if kind.in_place:
-                written = aborted_tensors.copy_inputs(group, args, code, line)
+            place = aborted_tensors.find_place(sys._getframe(1))
+            tensors = () if at is None or at >= len(args) else _input_tensors(args[at])
+            tally = tally_of(group)
+            begun = tally.begin(op, place, tensors, sizes_agree, args[-1] if args else None)
+            gpu.note_begun(*place[:2])
+            if in_place:
+                written = aborted_tensors.copy_inputs(group, args, place)
         except Exception:
             return method(group, *args, **kwargs)
         try:
@@ -140,11 +85,7 @@ def _wrap_collective(method: Method) -> Method:
         if work is not None:
             if written is not None:
                 aborted_tensors.track_work(work, written)
-            try:
-                tally.work = weakref.ref(work)
-            except TypeError:  # a third-party backend's work
-                tally.work = tallies.no_work
-            tallies.note_work(work, tally, "", number)
+            tally.note_work(work, begun)
         return work
 
     return wrapper
@@ -173,7 +114,7 @@ def _wrap_send(method: Method) -> Method:
             aborted_tensors.note_failure(error)
             raise
         tally.end_send(before, failed=False)
-        tallies.note_work(work, tally, way, number)
+        tallies.note_message(work, tally, way, number)
         return work
 
     return wrapper
@@ -187,8 +128,11 @@ def _wrap_monitored_barrier(method: Method) -> Method:
 
     @functools.wraps(method)
     def wrapper(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        window = tallies.Window(tally_of(group))
-        tally = _note_collective(group, "monitored_barrier", *_cell_line())
+        tally = tally_of(group)
+        window = tallies.Window(tally)
+        place = aborted_tensors.find_place(sys._getframe(1))
+        tally.begin("monitored_barrier", place)
+        gpu.note_begun(*place[:2])
         try:
             return method(group, *args, **kwargs)
         except RuntimeError as error:
@@ -263,10 +207,6 @@ COLLECTIVES = {
     "scatter": Kind(output_first=True),
 }
 """Methods of ``ProcessGroup`` that are collectives; not every release of torch has all of them."""
-REDUCING = {dist.AllreduceCoalescedOptions, dist.AllreduceOptions, dist.ReduceOptions, dist.ReduceScatterOptions}
-"""Options of collectives with a ``reduceOp``."""
-ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ReduceOptions, dist.ScatterOptions}
-"""Options of collectives with a ``rootRank``."""
 OTHERS = {
     "send": _wrap_send,
     "recv": _wrap_send,
@@ -302,14 +242,11 @@ def find_last_begun() -> Entry | None:
     found: Entry | None = None
     for group, name in c10d.named_groups().items():
         tally = tally_of(group)
-        if tally.last is not None and (found is None or tally.last[3] > found.begun):
-            (number, op, inputs, at), work = tally.last, tally.work()
-            shapes, dtypes = (
-                [list(shape) for shape, _ in inputs],
-                [str(dtype).rpartition(".")[2] for _, dtype in inputs],
-            )
-            is_done = work is None or work.is_completed()
-            found = Entry(name, 0, number, op, shapes, dtypes, at, is_done, (0, 0))
+        last = tally.last
+        if last is not None and (found is None or last.at > found.begun):
+            shapes = [list(shape) for shape, _, _ in last.inputs]
+            dtypes = [str(dtype).rpartition(".")[2] for _, dtype, _ in last.inputs]
+            found = Entry(name, 0, last.number, last.op, shapes, dtypes, last.at, tally.is_last_done(), (0, 0))
     return found
 
 
@@ -333,9 +270,10 @@ def awaited_operations(work: Any) -> Begun:
     If `work` is None or unknown, all operations are returned.
     """
     begun = begun_operations()
-    if work is None or work not in tallies.works:
+    operation = None if work is None else tallies.operation_of(work)
+    if operation is None:
         return begun
-    tally, way, number = tallies.works[work]
+    tally, way, number = operation
     keys = {f"{name} {device}" for group, name in _named_groups() if group is tally.group() for device in tally.devices}
     return {
         key: {**use, "collectives": 0, "messages": {way: number}}
@@ -354,9 +292,7 @@ def line_of(key: str, number: int) -> dict[str, Any] | None:
     tally = _tally_at(key)
     if tally is None:
         return None
-    device = _device_index(tally, key)
-    found = ((code, line) for begun, code, line, *_ in reversed(list(tally.lines)) if begun[device] == number)
-    code, line = next(found, (None, 0))
+    code, line = tally.line(_device_index(tally, key), number)
     return None if code is None else asdict(stacks.place_of_line(code, line))
 
 
@@ -369,7 +305,7 @@ def digests_up_to(key: str, number: int) -> Digests | None:
     if tally is None:
         return None
     lines = tally.lines_before(_device_index(tally, key), number)
-    return lines[-1][-1] if lines else (0, 0, 0) if tally.digests[0] == len(tally.lines) else None
+    return lines[-1][-1] if lines else (0, 0, 0) if tally.knows_all() else None
 
 
 def signatures_of(key: str, number: int) -> list[str]:

@@ -14,21 +14,28 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import thread as executors
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from ddip.protocol.reports import Digests, GroupUse, MayBegin
 from ddip.rank.runtime import c10d, libraries
 
+Place: TypeAlias = tuple[CodeType | None, int, bool]
+"""Code and number of the line of a cell or script that begins a collective, None and 0 if none does; True if torch
+itself begins it, on tensors that the user never sees."""
 MAX_LINES = 1000
 """Number of latest collectives per group whose lines are kept."""
+MAX_UNSIGNED = 100
+"""Number of collectives whose signatures are computed together."""
 TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _RUN_JOB, _RUN_LOOP = executors._WorkItem.run.__code__, asyncio.BaseEventLoop.run_forever.__code__
 """Functions of the standard library that run a job of a thread pool, and an asyncio loop."""
@@ -37,13 +44,61 @@ _LIKELIEST_FIRST: tuple[MayBegin, ...] = "yes", "maybe"
 Signature: TypeAlias = tuple[str, tuple[tuple[int | None, Any, tuple[int, ...]], ...], tuple[Any, ...]]
 """What must be equal on all ranks of a group for their n-th collectives to match: the operation, number of elements
 (None if it may differ), dtype and strides of each tensor, and reduction and root's rank in the group, if any."""
+REDUCING = {dist.AllreduceCoalescedOptions, dist.AllreduceOptions, dist.ReduceOptions, dist.ReduceScatterOptions}
+"""Options of collectives with a ``reduceOp``."""
+ROOTED = {dist.BroadcastOptions, dist.GatherOptions, dist.ReduceOptions, dist.ScatterOptions}
+"""Options of collectives with a ``rootRank``."""
 _signatures: dict[Signature, tuple[int, Signature]] = {}
 """Checksums of signatures, with the signatures themselves, of which equal ones share one object."""
 _tallies: dict[int, Tally] = {}
 """Tallies by the id of the group. They hold weak references, since a group that is kept alive stays connected."""
-works: weakref.WeakKeyDictionary[Any, tuple[Tally, str, int]] = weakref.WeakKeyDictionary()
-"""Works that torch has returned: the group's tally, the direction of a send or receive, "" for a collective, and the
-number of such operations begun until then, this one included."""
+_messages: weakref.WeakKeyDictionary[Any, tuple[Tally, str, int]] = weakref.WeakKeyDictionary()
+"""Works of sends and receives: the group's tally, the direction, and the number of such operations begun until then,
+this one included."""
+
+
+class Collective(NamedTuple):
+    """A collective that Python code has begun."""
+
+    before: list[int]
+    """Number of collectives begun before it, for each of the tally's devices."""
+    code: CodeType | None
+    line: int
+    """Code and number of the line of a cell or script that began it; None and 0 if none did."""
+    op: str
+    inputs: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
+    """Shape, dtype and strides of each tensor that it reads; strides () if the tensor is contiguous."""
+    sizes_agree: bool
+    """True if its inputs must have the same sizes on all ranks."""
+    options: Any
+    """torch's options of the operation."""
+    at: int
+    """Time, as in ``time.time_ns``."""
+
+    @property
+    def number(self) -> int:
+        """Number in its group, from 1."""
+        return max(self.before, default=0) + 1
+
+    def signature(self) -> Signature:
+        """Return what must be equal on all ranks."""
+        agreed = self.inputs if self.sizes_agree else self.inputs[: self.op != "scatter"]  # only the root has inputs
+        kinds = tuple(
+            [
+                (shape.numel(), dtype, strides) if self.sizes_agree else (None, dtype, ())
+                for shape, dtype, strides in agreed
+            ]
+        )
+        kind = type(self.options)
+        reduction = (self.options.reduceOp.op,) if kind in REDUCING else ()
+        return self.op, kinds, (*reduction, self.options.rootRank) if kind in ROOTED else reduction
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor, () if it is contiguous: backends send memory as it is, whatever the strides."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    return tuple([stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1])
 
 
 class Tally:
@@ -52,25 +107,28 @@ class Tally:
     def __init__(self, group: dist.ProcessGroup) -> None:
         key = id(group)
         self.group = weakref.ref(group, lambda _: _tallies.pop(key, None))
-        self.devices, self._backends = c10d.counting_backends(group)
+        self.devices, backends = c10d.counting_backends(group)
+        self._counters = [backend._get_sequence_number_for_group for backend in backends]
         self.messages: collections.Counter[str] = collections.Counter()
         """Sends and receives by direction, such as ``to 1``."""
         self.batches: dict[int, Window] = {}
         """Batches that threads are assembling, by the thread's identifier."""
         self.is_unsure = False
         """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
-        self.lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
+        self.last: Collective | None = None
+        """The last collective begun by Python code."""
+        self._works: collections.deque[tuple[weakref.ref[Any], Collective]] = collections.deque(maxlen=MAX_LINES)
+        """Works that torch returned for the latest collectives."""
+        self._unsigned: collections.deque[Collective] = collections.deque()
+        """The latest collectives, whose signatures `sign` has not added yet."""
+        self._lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
             maxlen=MAX_LINES
         )
         """Per collective begun by Python code: the number begun before it, code and number of its line, signature, and
-        the `digests` with it."""
-        self.digests: Digests = (0, 0, 0)
-        self.last: tuple[int, str, list[Any], int] | None = None
-        """The last collective begun by Python code: number, operation, shapes and dtypes, time."""
-        self.work: Callable[[], Any] = no_work
-        """Weak reference to the work that torch returned for that collective."""
+        the digests with it."""
+        self._digests: Digests = (0, 0, 0)
         self._lock = threading.Lock()
-        self._excluded = [0] * len(self._backends)
+        self._excluded = [0] * len(backends)
         """Operations that torch counts but that are not collectives, without sends and receives outside of batches."""
         self._sends = 0
         """Sends and receives outside of batches."""
@@ -82,12 +140,13 @@ class Tally:
         """Threads other than the main one that have begun operations."""
         self._by_threads = False
         """True if a thread started by Python, other than the main one, has begun operations."""
+        self._main = threading.main_thread().ident
         self._begun_by_main = 0
         """Collectives that Python code has begun in the main thread."""
 
     def counted(self) -> list[int]:
         """Return torch's counters."""
-        return [backend._get_sequence_number_for_group() for backend in self._backends]
+        return [count() for count in self._counters]
 
     def begun(self) -> list[int]:
         """Return the number of collectives begun, for each of `devices`."""
@@ -101,7 +160,7 @@ class Tally:
     def enter(self, is_collective: bool) -> None:
         """Note that the current thread begins an operation, a collective or else a send or receive."""
         ident = threading.get_ident()
-        if ident != threading.main_thread().ident:
+        if ident != self._main:
             thread = threading.current_thread()
             self._threads.add(thread)
             self._by_threads |= not isinstance(thread, threading._DummyThread)  # such as autograd's
@@ -109,29 +168,103 @@ class Tally:
             self._begun_by_main += 1
         self._entries[ident] += 1
 
-    def sign(self, signature: Signature, before: list[int], code: CodeType | None, line: int) -> None:
-        """Add the `signature` of a collective to `digests` and `lines`.
+    def begin(
+        self,
+        op: str,
+        place: Place,
+        tensors: Sequence[torch.Tensor] = (),
+        sizes_agree: bool = False,
+        options: Any = None,
+    ) -> Collective:
+        """Note that Python code begins the collective `op` on `tensors` at `place`; other arguments as in `Collective`.
 
-        `code` and `line`: where it was begun; `before`: the numbers of collectives begun before it, by device.
+        Only what costs little is done here, because it takes several times as long as in a loop: the process has
+        usually just been switched to.
         """
+        before = self.begun()
+        self.enter(is_collective=True)
+        code, line, _ = place
+        inputs = [(tensor.shape, tensor.dtype, _strides_of(tensor)) for tensor in tensors]
+        self.last = collective = Collective(before, code, line, op, inputs, sizes_agree, options, time.time_ns())
+        self._unsigned.append(collective)
+        if len(self._unsigned) >= MAX_UNSIGNED:
+            self._sign()
+        return collective
+
+    def note_work(self, work: Any, collective: Collective) -> None:
+        """Note that torch returned `work` for a collective."""
+        try:
+            self._works.append((weakref.ref(work), collective))
+        except TypeError:  # a third-party backend's work
+            return
+
+    def number_of(self, work: Any) -> int | None:
+        """Return the number of the collective for which torch returned `work`; None if it is not known."""
+        return next((collective.number for ref, collective in reversed(list(self._works)) if ref() is work), None)
+
+    def is_last_done(self) -> bool:
+        """Return whether the last collective begun by Python code is complete, or its work no longer exists."""
+        ref, collective = next(reversed(list(self._works)), (no_work, None))
+        work = ref() if collective is self.last else None
+        return work is None or work.is_completed()
+
+    def _sign(self) -> None:
+        """Add the signatures of new collectives to the digests and lines.
+
+        For many at once, this takes a fraction of the time that it takes after each switch to this process.
+        """
+        with self._lock:
+            while self._unsigned:
+                collective = self._unsigned.popleft()
+                try:
+                    signature = collective.signature()
+                except Exception:  # options that torch does not have today
+                    continue
+                self._sign_one(collective, signature)
+
+    def _sign_one(self, collective: Collective, signature: Signature) -> None:
         known = _signatures.get(signature)
         if known is None:
             if len(_signatures) >= MAX_LINES:
                 _signatures.clear()
             # a checksum is equal in all processes, unlike the hash of a text
             known = _signatures[signature] = zlib.crc32(repr(signature).encode()), signature
-        number, digest, positions = self.digests
+        before = collective.before
+        number, digest, positions = self._digests
         digest, positions = (digest * 31 + known[0]) % 2**61, (positions * 31 + hash(tuple(before))) % 2**61
-        self.digests = number + 1, digest, positions
-        self.lines.append((before, code, line, known[1], self.digests))  # equal signatures share one object
+        self._digests = number + 1, digest, positions
+        self._lines.append((before, collective.code, collective.line, known[1], self._digests))
+
+    def digests(self) -> Digests:
+        """Return the digests of all collectives begun by Python code."""
+        self._sign()
+        return self._digests
+
+    def line(self, device: int, number: int) -> tuple[CodeType | None, int]:
+        """Return code and number of the line that began the collective after the first `number`; None and 0 if unknown.
+
+        `device`: the index of one of `devices`.
+        """
+        self._sign()
+        found = ((code, line) for begun, code, line, *_ in reversed(list(self._lines)) if begun[device] == number)
+        return next(found, (None, 0))
 
     def lines_before(self, device: int, number: int) -> list[tuple[CodeType | None, int, Signature, Digests]]:
-        """Return the `lines` that are among the first `number` collectives on backend number `device`."""
+        """Return what Python code began among the first `number` collectives on backend number `device`.
+
+        At most the last MAX_LINES: code and number of its line, signature, and the digests with it.
+        """
+        self._sign()
         return [
             (code, line, signature, digests)
-            for begun, code, line, signature, digests in list(self.lines)
+            for begun, code, line, signature, digests in list(self._lines)
             if begun[device] < number
         ]
+
+    def knows_all(self) -> bool:
+        """Return whether `lines_before` has all collectives begun by Python code."""
+        self._sign()
+        return self._digests[0] == len(self._lines)
 
     def begun_by_others(self) -> int:
         """Return the number of operations begun by threads other than the current one."""
@@ -176,7 +309,7 @@ class Tally:
             running = sys._current_frames()
             may_begin = "yes" if any(thread.ident in running for thread in list(self._threads)) else may_begin
         begun = self.begun()
-        by_python, digest, positions = self.digests
+        by_python, digest, positions = self.digests()
         return {
             "collectives": begun[device],
             "messages": dict(self.messages),
@@ -190,10 +323,21 @@ class Tally:
         }
 
 
-def note_work(work: Any, tally: Tally, direction: str, number: int) -> None:
-    """Note that `work` belongs to operation `number` of this `direction` in `tally`; "" for a collective."""
+def note_message(work: Any, tally: Tally, direction: str, number: int) -> None:
+    """Note that `work` belongs to send or receive `number` of this `direction` in `tally`."""
     with contextlib.suppress(TypeError):  # a third-party backend's work, or None
-        works[work] = tally, direction, number
+        _messages[work] = tally, direction, number
+
+
+def operation_of(work: Any) -> tuple[Tally, str, int] | None:
+    """Return the tally of the group of `work`, the direction, "" for a collective, and the operation's number.
+
+    None if it is not known.
+    """
+    if work in _messages:
+        return _messages[work]
+    numbers = ((tally, "", tally.number_of(work)) for tally in list(_tallies.values()))
+    return next(((tally, way, number) for tally, way, number in numbers if number is not None), None)
 
 
 def timeout_of_message(work: Any) -> timedelta | None:
@@ -201,8 +345,9 @@ def timeout_of_message(work: Any) -> timedelta | None:
 
     Without one, gloo's ``wait`` would use the short timeout with which the group was formed (`c10d.setup_timeout`).
     """
-    tally, direction, _ = works.get(work, (None, "", 0))
-    group = tally.group() if tally is not None and direction else None
+    if not _messages or work not in _messages:
+        return None
+    group = _messages[work][0].group()
     return None if group is None else c10d.gloo_timeout(group)
 
 
