@@ -210,3 +210,14 @@ def test_a_new_rank_has_the_settings_that_cells_have_changed(
         group.run(FRESH)
         assert [values["done"] for values in group.pull_all(["done"], [0, 1, 2])[0]] == undisturbed
         group.run("assert os.environ['RANK'] == str(rank) and sys.path[0] == os.getcwd()")
+
+
+def test_a_profiler_goes_on_in_the_next_cell(cells: ddip.Group) -> None:
+    cells.run("import cProfile, io, pstats\ndef mine(): pass\nprofiler = cProfile.Profile(); profiler.enable(); mine()")
+    cells.run("mine(); mine()")
+    cells.run("profiler.disable()")
+    cells.run("""
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).print_stats("mine")
+        assert "(mine)" in text.getvalue() and " 3 " in text.getvalue(), text.getvalue()
+    """)

@@ -40,7 +40,7 @@ ASK_SECONDS = 1.5
 """Time from the interrupt until the ranks are first checked for such progress."""
 LOOK_SECONDS = 0.25
 """Interval at which the ranks are checked while the cell runs."""
-IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.05
+IDLE_SECONDS, ENDING_SECONDS = 0.1, 0.02
 """Time that the runner waits for an event before it sends `TimePassed`; the second applies while the cell is being
 ended."""
 

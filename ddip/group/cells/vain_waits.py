@@ -22,7 +22,7 @@ from ddip.group.process_group.steps import group_members
 from ddip.protocol import on_rank
 from ddip.protocol.reports import Begun, CellReport, GroupUse, PendingWait
 
-LOOK_SECONDS, MOST_SECONDS = 0.04, 1.0
+LOOK_SECONDS, MOST_SECONDS = 0.02, 1.0
 """Shortest and longest pause between two looks; it doubles with each look, until the cell ends on another rank."""
 ANSWER_SECONDS = 0.2
 """Time for the ranks to answer; a rank that does not answer does not wait in a collective that Python knows."""

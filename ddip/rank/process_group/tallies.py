@@ -78,7 +78,7 @@ class Collective(NamedTuple):
     @property
     def number(self) -> int:
         """Number in its group, from 1."""
-        return max(self.before, default=0) + 1
+        return _number_after(self.before)
 
     def signature(self) -> Signature:
         """Return what must be equal on all ranks."""
@@ -92,6 +92,11 @@ class Collective(NamedTuple):
         kind = type(self.options)
         reduction = (self.options.reduceOp.op,) if kind in REDUCING else ()
         return self.op, kinds, (*reduction, self.options.rootRank) if kind in ROOTED else reduction
+
+
+def _number_after(before: list[int]) -> int:
+    """Return the number of the collective that follows those begun on each device."""
+    return max(before, default=0) + 1
 
 
 def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -117,8 +122,8 @@ class Tally:
         """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
         self.last: Collective | None = None
         """The last collective begun by Python code."""
-        self._works: collections.deque[tuple[weakref.ref[Any], Collective]] = collections.deque(maxlen=MAX_LINES)
-        """Works that torch returned for the latest collectives."""
+        self._works: collections.deque[tuple[weakref.ref[Any], list[int]]] = collections.deque(maxlen=MAX_LINES)
+        """Works that torch returned for the latest collectives, with `Collective.before` of each."""
         self._unsigned: collections.deque[Collective] = collections.deque()
         """The latest collectives, whose signatures `sign` has not added yet."""
         self._lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
@@ -194,19 +199,19 @@ class Tally:
     def note_work(self, work: Any, collective: Collective) -> None:
         """Note that torch returned `work` for a collective."""
         try:
-            self._works.append((weakref.ref(work), collective))
+            self._works.append((weakref.ref(work), collective.before))
         except TypeError:  # a third-party backend's work
             return
 
     def number_of(self, work: Any) -> int | None:
         """Return the number of the collective for which torch returned `work`; None if it is not known."""
-        return next((collective.number for ref, collective in reversed(list(self._works)) if ref() is work), None)
+        return next((_number_after(before) for ref, before in reversed(list(self._works)) if ref() is work), None)
 
     def is_last_done(self) -> bool:
         """Return whether the last collective begun by Python code is complete, or its work no longer exists."""
-        ref, collective = next(reversed(list(self._works)), (no_work, None))
-        work = ref() if collective is self.last else None
-        return work is None or work.is_completed()
+        last, latest = self.last, list(self._works)[-1:]
+        works = [ref() for ref, before in latest if last is not None and before is last.before]
+        return all(work is None or work.is_completed() for work in works)
 
     def _sign(self) -> None:
         """Add the signatures of new collectives to the digests and lines.
@@ -359,10 +364,6 @@ class Window:
         self.counted = tally.counted()
         self.has_sends = False
         """True once the batch of this window has a send or receive."""
-
-
-def no_work() -> None:
-    """Return None, as a weak reference to a work that no longer exists does."""
 
 
 def tally_of(group: dist.ProcessGroup) -> Tally:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from _lsprof import Profiler
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -47,9 +48,13 @@ class InterpreterSettings:
             sys.setrecursionlimit(LEAST_FRAMES)
         for descriptor in range(3):
             self._keep_open(descriptor)
-        self._trace = sys.gettrace(), sys.getprofile()
-        if self._trace != (None, None):
+        trace, profile = sys.gettrace(), sys.getprofile()
+        self._trace = trace, profile
+        if trace is not None:
             sys.settrace(None)
+        if isinstance(profile, Profiler):
+            profile.disable()
+        elif callable(profile):
             sys.setprofile(None)
         for number in NUMBERS:
             handler = _signal.getsignal(number)
@@ -66,7 +71,9 @@ class InterpreterSettings:
         (trace, profile), self._trace = self._trace, (None, None)
         if trace is not None:
             sys.settrace(trace)
-        if profile is not None:
+        if isinstance(profile, Profiler):  # cProfile's, which `sys.setprofile` would call and which is not callable
+            profile.enable()
+        elif callable(profile):  # else it is one of another C extension, which was left in place
             sys.setprofile(profile)
 
     def _keep_open(self, descriptor: int) -> None:
