@@ -1,8 +1,9 @@
 # make demo           create the environment, and train a network on four ranks
-# make test           create the environment, and run the default tests: tests/unit and tests/cluster without grids
+# make test           create the environment, and run the default tests: of tests/unit and tests/cluster, no grids and
+#                     none marked slow
 # make test-ten       run all tests ten times, with one core busy
 # make test-system    test a real JupyterLab in a headless browser, nbconvert, papermill, a terminal, lessons, frameworks,
-#                     and all grids; ARGS=--sample for a sample, as in CI
+#                     all grids and slow tests; ARGS=--sample for a sample, as in CI
 # make test-long      run more tests of the same kinds, which CI leaves out
 # make test-platform  run the default tests with the packages that Colab pins; PLATFORM=kaggle for Kaggle's, lowest for
 #                     the lowest versions that setup.cfg allows, between for versions between these and the newest
@@ -61,7 +62,7 @@ test-system: $(SYSTEM)
 	test -n "$(ARGS)" || $(BIN)/python tests/platforms/record_run.py front-ends build/system.xml
 	$(BIN)/python -m pytest tests/system/test_stops.py -m alone
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
-	$(BIN)/python -m pytest tests/unit tests/cluster -m grid $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/cluster -m "grid or slow" $(ARGS)
 
 SPAWNED := $(foreach name,recovery whole_ranks group_places folder limits listeners,tests/cluster/test_$(name).py)
 test-long: $(SYSTEM)

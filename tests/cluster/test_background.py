@@ -126,6 +126,7 @@ def test_dipstop_ends_a_cell_and_keeps_the_variables(notebook: Notebook, cell: s
     notebook.ok("%%dip\nif 'go' in globals(): go.set()\nassert 'x' in globals()\n" + REDUCE)
 
 
+@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_a_rank_that_dies_ends_its_cell_and_is_repaired(notebook: Notebook) -> None:
     notebook.ok("%%dip\nkept = 11")
@@ -167,6 +168,7 @@ def test_dipwait_waits_for_every_background_cell_of_a_notebook_cell(notebook: No
     assert "ZeroDivisionError" in notebook.fails(f"%dipwait {started.number}").message
 
 
+@pytest.mark.slow
 def test_a_cell_in_the_foreground_waits_with_queue(notebook: Notebook) -> None:
     begin_in_background(notebook, "import time; time.sleep(0.3); done = 1")
     notebook.ok("%%dip --queue\nassert done == 1")

@@ -133,6 +133,7 @@ def test_no_alarm_while_the_user_thinks(debugged: Notebook) -> None:
     debugged.ok("%config DipMagics.stall_timeout = 10\n%config DipMagics.failure_grace = 1")
 
 
+@pytest.mark.slow
 def test_a_timeout_still_holds_after_a_pause(debugged: Notebook) -> None:
     cell = "%%dip --timeout 1\nimport time\nif rank == 2: breakpoint()\ntime.sleep(30)"
     assert debugged.converse(cell, "c").shown.error == "CellTimeout"
@@ -170,6 +171,7 @@ def begin_in_background(notebook: Notebook, cell: str) -> tuple[int, str]:
     return shown.number, shown.text if "%dipdebug" in shown.text else notebook.late(begun, "%dipdebug")
 
 
+@pytest.mark.slow
 def test_a_background_cell_waits_for_dipdebug(debugged: Notebook) -> None:
     cell = "%%dip --bg\nfor i in range(3):\n    if rank == 1 and i == 1:\n        breakpoint()\n    dist.barrier()"
     number, notice = begin_in_background(debugged, cell)

@@ -158,6 +158,7 @@ def test_a_difference_is_named_again_until_it_is_resolved(
     assert "job.stopping.patience" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_after_a_rebuild_only_rank_0_offers_its_values(cells: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     """Fail on rank 0 before its optimizer's step, while rank 1 takes that step."""
     cells.run("job, twin = make(), make()")
@@ -576,6 +577,7 @@ def test_sync_copies_exactly_the_listed_objects(cells: ddip.Group, capsys: pytes
     """)
 
 
+@pytest.mark.slow
 def test_objects_in_arrays_and_bytes_are_compared_and_copied(cells: ddip.Group) -> None:
     run_and_record(
         cells,
@@ -598,6 +600,7 @@ def test_objects_in_arrays_and_bytes_are_compared_and_copied(cells: ddip.Group) 
     """)
 
 
+@pytest.mark.slow
 def test_a_number_without_a_text_ends_no_comparison(cells: ddip.Group) -> None:
     """Python refuses to convert an int with this many digits to text."""
     run_and_record(cells, "large, count = 10**5000, 0")

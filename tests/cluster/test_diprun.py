@@ -559,6 +559,7 @@ def test_the_magic_passes_words_as_a_shell_does(notebook: Notebook) -> None:
     assert notebook.ok("%diprun shows.py 6").stdout.startswith("['6']\n")
 
 
+@pytest.mark.slow
 def test_the_magic_has_the_usual_options_of_cells(notebook: Notebook) -> None:
     write_script(
         notebook.folder / "ranks.py", "import os, sys, time\nprint(os.environ['RANK'])\ntime.sleep(float(sys.argv[1]))"

@@ -313,6 +313,7 @@ def test_each_rank_has_a_tab_and_equal_ranks_share_one(notebook: Notebook) -> No
     assert {content["transient"].get("display_id") for kind, content in shown.messages[1:]} != {None}
 
 
+@pytest.mark.slow
 def test_pictures_and_errors_are_in_the_tabs(notebook: Notebook) -> None:
     shown = notebook.fails("""
         %%dip -S all

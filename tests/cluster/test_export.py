@@ -91,6 +91,7 @@ def test_the_script_gives_the_numbers_of_the_session(trained: Notebook) -> None:
     assert "compared, largest difference 0\n" in shown
 
 
+@pytest.mark.slow
 def test_ruff_finds_nothing(trained: Notebook) -> None:
     pytest.importorskip("ruff", reason="only the environments of make test and make check have ruff")
     trained.ok("%dipexport clean.py --force")

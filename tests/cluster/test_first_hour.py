@@ -71,6 +71,7 @@ def test_a_cell_can_form_a_group_after_destroying_one(cells: ddip.Group) -> None
     cells.run("import torch.distributed as dist\ndist.init_process_group('gloo')\nassert dist.get_world_size() == 2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ON_RANKS)
 def test_unsupported_requests_on_ranks_name_an_alternative(cells: ddip.Group, code: str) -> None:
     cells.run("kept = rank")

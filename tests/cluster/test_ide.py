@@ -123,6 +123,7 @@ def test_no_alarm_while_a_rank_has_stopped(ide: Ide) -> None:
     notebook.ok("%config DipMagics.stall_timeout = 10\n%config DipMagics.failure_grace = 1")
 
 
+@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     client = ide.attach(1)
@@ -140,6 +141,7 @@ def test_the_stop_button_ends_a_cell_that_has_stopped(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["disconnect", *(pytest.param(how, marks=IN_GRID) for how in ("crash", "--off"))])
 def test_a_rank_continues_without_its_ide(ide: Ide, how: str) -> None:
     client = ide.attach(1)
@@ -203,6 +205,7 @@ def test_threads_of_a_cell_stop(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
+@pytest.mark.slow
 def test_breakpoints_stop_after_the_debugger_was_off(ide: Ide) -> None:
     """A debugger of Python 3.12 or later remembers which functions have no breakpoints."""
     shapes, others = ide.notebook.folder / "shapes.py", ide.notebook.folder / "others.py"
@@ -278,6 +281,7 @@ def begin_stopped(ide: Ide, client: DapClient) -> tuple[int, int]:
     return client.wait_for_stop()[0], number
 
 
+@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_magics_work_while_a_rank_has_stopped(ide: Ide) -> None:
     _, number = begin_stopped(ide, ide.attach(1))

@@ -241,6 +241,7 @@ def test_the_end_of_a_cell_inside_a_step_is_reported(cells: ddip.Group, capsys: 
     assert UNCHANGED not in shown + capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_optimizers_that_step_within_a_failed_backward_pass_are_reported(
     cells: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -824,6 +825,7 @@ UNEQUAL = {
 """Sharded models with optimizers that write to parameters whose versions torch or FSDP1 hides."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", few(["fails()", "opt.register_step_pre_hook(fails)"], "fails()"))
 @pytest.mark.parametrize("kind", few(UNEQUAL, "fully_shard, fused"))
 def test_shards_of_different_steps_refuse_use(cells: ddip.Group, kind: str, fails: str) -> None:

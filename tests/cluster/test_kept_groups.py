@@ -228,6 +228,7 @@ def test_a_failed_start_leaves_nothing(new_notebook: Callable[[], Notebook]) -> 
     assert_nothing_left(notebook.pid, 0)
 
 
+@pytest.mark.slow
 def test_values_are_pushed_and_pulled(shared_kept: Notebook) -> None:
     shared_kept.ok("import torch\nclass Point:\n    x = torch.arange(3.0)\npoint, both = Point(), [1, 2]")
     shared_kept.ok("%dipush point both")
@@ -241,6 +242,7 @@ def test_values_are_pushed_and_pulled(shared_kept: Notebook) -> None:
     shared_kept.ok("%dipull both as other\nassert other == 0")
 
 
+@pytest.mark.slow
 def test_pushes_and_pulls_equal_those_of_an_own_group(shared_kept: Notebook) -> None:
     shared_kept.ok("%%dip\nx, y, _h, gg = 1, 2, 41, 5\ndef h(): return gg")
     shared_kept.ok("x = 7")
@@ -309,6 +311,7 @@ def test_a_notebook_leaves_and_attaches_again(shared_kept: Notebook) -> None:
     assert "from 1" not in shared_kept.ok("%%dip\nprint('from', rank)").text
 
 
+@pytest.mark.slow
 def test_errors_output_and_numbers_are_those_of_the_cell(shared_kept: Notebook) -> None:
     failed = shared_kept.fails("%%dip\nif rank == 1: 1 / 0\ndist.barrier()")
     assert failed.error == "CellError" and "rank 1: ZeroDivisionError" in failed.message

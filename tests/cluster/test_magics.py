@@ -178,6 +178,7 @@ def test_values_are_labelled_by_rank_for_visible_ranks(notebook: Notebook) -> No
     assert notebook.ok("%%dip\n20 + rank;").data == []
 
 
+@pytest.mark.slow
 def test_rich_output_arrives_with_all_its_forms(notebook: Notebook) -> None:
     frame = notebook.ok("""
         %%dip -r 0
@@ -319,6 +320,7 @@ def test_a_caught_error_shows_the_error_of_each_rank(notebook: Notebook) -> None
     assert shown.stdout == "{0: 'ZeroDivisionError'}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_a_cell_that_takes_too_long_fails_by_itself(notebook: Notebook) -> None:
     shown = notebook.fails("""

@@ -122,6 +122,7 @@ def test_a_repair_names_copies_with_the_rank_of_another(cells: ddip.Group, capsy
 AGAIN = "opt = torch.optim.Adam(net.parameters(), lr=0.1)\nsched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)"
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_on_a_repaired_rank_is_named_and_synced(
     cells: ddip.Group, main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,6 +429,7 @@ def test_functions_of_every_kind_have_the_globals_of_the_receiver(kind: str, mai
     assert thing() == 2
 
 
+@pytest.mark.slow
 def test_code_that_runs_during_unpickling_has_its_globals(
     cells: ddip.Group, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,6 +664,7 @@ def test_a_class_defined_alike_on_both_sides_is_one_class(cells: ddip.Group, mai
 # -- random graphs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
 @pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 310, 10))])
 def test_random_graphs_arrive_unchanged(

@@ -318,6 +318,7 @@ def test_pushed_memory_is_shared_until_a_rank_changes_it(cells: ddip.Group) -> N
     assert shared_memory_of_ranks(cells) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", few(["memory", "parts"], "parts"))
 def test_large_objects_are_pulled_completely_and_leave_nothing(
     cells: ddip.Group, way: str, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +338,7 @@ def test_large_objects_are_pulled_completely_and_leave_nothing(
     assert shared_memory_of_ranks(cells) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_packs_leaves_nothing(cells: ddip.Group) -> None:
     cells.push({"kept": 1})
     cells.run(f"""

@@ -6,6 +6,7 @@ import fnmatch
 import re
 from pathlib import Path
 
+import pytest
 from torch.distributed import ProcessGroup
 
 import ddip
@@ -17,6 +18,8 @@ SPLIT = "torch.distributed.distributed_c10d.ProcessGroup.split_group"
 
 FIND = """
 import functools, os, re, sys, types, warnings
+import pytest
+
 import ddip
 HOME = os.path.dirname(ddip.__file__) + os.sep
 
@@ -50,6 +53,7 @@ with warnings.catch_warnings():
 """
 
 
+@pytest.mark.slow
 def test_the_table_lists_every_patch_and_notebooks_have_none(cells: ddip.Group, bare_notebook: Notebook) -> None:
     cells.run(FIND)
     found = cells.pull(["patches"])["patches"]

@@ -51,6 +51,7 @@ def traces_in(folder: Path) -> dict[str, Any]:
     return {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_sleeping_rank_is_named_and_every_rank_has_traces(
     cells: ddip.Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1396,6 +1396,7 @@ def train_torn():
 """
 
 
+@pytest.mark.slow
 def test_a_schedule_keeps_the_good_save_after_a_fault(
     warmed_up: None, folder: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1462,6 +1463,7 @@ def test_code_of_a_class_may_read_globals_while_it_loads(cells: ddip.Group, fold
         group.run("assert type(a_child) is Child and Zbase.known == {'Child': 1}")
 
 
+@pytest.mark.slow
 def test_a_loader_with_persistent_workers_keeps_its_sampler(cells: ddip.Group, folder: str) -> None:
     cells.run("""
         import torch
@@ -1605,6 +1607,7 @@ def test_a_forgotten_folder_is_noticed(notebook: Notebook) -> None:
     assert (notebook.folder / "forgotten").is_dir()
 
 
+@pytest.mark.slow
 def test_a_notebook_saves_before_sigterm_ends_it(new_notebook: Callable[[], Notebook], cells: ddip.Group) -> None:
     notebook = new_notebook()
     notebook.ok("%load_ext ddip\n%makedip -n 2\n%dipsave run1 --every 1h")
@@ -1759,6 +1762,7 @@ def test_dist_state_continues_from_a_load_on_other_ranks(
         assert facts_after(group, "train(6)")[:2] == ([*range(6)], 6)
 
 
+@pytest.mark.slow
 def test_copies_of_a_model_that_is_loaded_alone_are_deleted(cells: ddip.Group, nothing_kept: None, folder: str) -> None:
     saved = facts_after(cells, f"{KEPT}\nmake(DDP); train(3)\nother = nn.Linear(1, 1)")
     cells.save(folder)

@@ -91,6 +91,7 @@ def test_collectives_that_match_are_not_reported(ranks: ddip.Group, capsys: pyte
     assert "different" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_a_cell_that_fails_or_catches_the_error_reports_them(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
@@ -120,6 +121,7 @@ def test_a_timeout_reports_aborted_different_collectives(ranks: ddip.Group) -> N
     ranks.run(PROOF)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_that_is_aborted_hides_no_wrong_results(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +143,7 @@ def test_different_collectives_before_one_that_a_rank_alone_has_begun_are_report
     ranks.run(PROOF)
 
 
+@pytest.mark.slow
 def test_a_release_after_the_last_report_hides_no_wrong_results(
     ranks: ddip.Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

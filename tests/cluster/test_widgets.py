@@ -97,6 +97,7 @@ def style(request: pytest.FixtureRequest, notebook: Notebook) -> Any:
 # -- callbacks
 
 
+@pytest.mark.slow
 def test_output_of_interact_is_below_the_slider_of_its_rank(notebook: Notebook, style: str) -> None:
     cell = notebook.begin(
         "%%dip -S all\nimport ipywidgets\nfrom tqdm import tqdm\ndef show(x):\n"
@@ -195,6 +196,7 @@ def values_on_new_page(notebook: Notebook, models: list[str]) -> list[Any]:
     return values
 
 
+@pytest.mark.slow
 def test_a_reloaded_page_gets_widgets_of_busy_and_ended_ranks(notebook: Notebook) -> None:
     shown = notebook.ok("%%dip -S all\nimport ipywidgets\ndisplay(slider := ipywidgets.IntSlider(rank))")
     sliders = widgets_of_model(shown, "IntSliderModel")
