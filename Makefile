@@ -62,7 +62,7 @@ test-system: $(SYSTEM)
 	test -n "$(ARGS)" || $(BIN)/python tests/platforms/record_run.py front-ends build/system.xml
 	$(BIN)/python -m pytest tests/system/test_stops.py -m alone
 	$(BIN)/python -m pytest tests/frameworks $(ARGS)
-	$(BIN)/python -m pytest tests/unit tests/cluster -m "grid or slow" $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/cluster -m "grid or slow and not long" $(ARGS)
 
 SPAWNED := $(foreach name,recovery whole_ranks group_places folder limits listeners,tests/cluster/test_$(name).py)
 test-long: $(SYSTEM)

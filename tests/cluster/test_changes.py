@@ -139,7 +139,6 @@ def test_engines_that_miss_the_timeout_leave_nothing_behind(tmp_path: Path, capl
     assert files_and_processes_of(os.getpid()) == before
 
 
-@pytest.mark.slow
 def test_an_engine_that_cannot_start_explains_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')\n")

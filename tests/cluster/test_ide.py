@@ -205,7 +205,6 @@ def test_threads_of_a_cell_stop(ide: Ide) -> None:
     assert ide.notebook.finish(cell).status == "ok"
 
 
-@pytest.mark.slow
 def test_breakpoints_stop_after_the_debugger_was_off(ide: Ide) -> None:
     """A debugger of Python 3.12 or later remembers which functions have no breakpoints."""
     shapes, others = ide.notebook.folder / "shapes.py", ide.notebook.folder / "others.py"

@@ -18,8 +18,6 @@ SPLIT = "torch.distributed.distributed_c10d.ProcessGroup.split_group"
 
 FIND = """
 import functools, os, re, sys, types, warnings
-import pytest
-
 import ddip
 HOME = os.path.dirname(ddip.__file__) + os.sep
 

@@ -200,7 +200,6 @@ def test_objects_lost_with_a_group_are_listed_once(cells: ddip.Group, capsys: py
     cells.run("rpc.shutdown(graceful=False)")
 
 
-@pytest.mark.slow
 @pytest.mark.native("sockets")
 def test_the_name_of_a_lost_subgroup_is_not_reused(cells: ddip.Group) -> None:
     """Functional collectives, device meshes and DTensors find their group by name.
@@ -408,7 +407,6 @@ def test_a_finalizer_that_waits_indefinitely_ends_with_the_stop(cells: ddip.Grou
     cells.run(f"{PROOF}\nassert kept == rank")
 
 
-@pytest.mark.slow
 def test_a_late_interrupt_does_not_stop_the_next_cell(cells: ddip.Group) -> None:
     """Send interrupts for the former cell by hand, for the whole length of the next one."""
     cells.run("former = get_ipython().kernel.get_parent('shell')['header']['msg_id']")
@@ -742,7 +740,6 @@ def test_a_repair_suffices_for_every_kind_of_damage(cells: ddip.Group, kind: str
     prove_repair(cells, KINDS[kind])
 
 
-@pytest.mark.slow
 def test_a_rank_may_be_later_than_the_set_up_timeout(cells: ddip.Group) -> None:
     """``setup.SET_UP_SECONDS`` must not be the timeout of the group's collectives."""
     cells.run("from ddip.rank.process_group import setup\nformer, setup.SET_UP_SECONDS = setup.SET_UP_SECONDS, 0.3")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddip.rank.process_group import tallies
 from ddip.rank.process_group.tallies import MAX_LINES, MAX_UNSIGNED, Tally
 
 NOWHERE = None, 0, False
@@ -66,8 +66,47 @@ def test_a_thread_reads_digests_while_collectives_begin(tally: Tally) -> None:
     assert not tally.knows_all()
 
 
-def test_options_that_cannot_be_read_leave_one_collective_out(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tallies, "ROOTED", {str})
-    tally.begin("all_reduce", NOWHERE, [torch.zeros(1)], True, "not options")
+def test_options_are_those_of_the_beginning(tally: Tally) -> None:
+    again, options = Tally(tally.kept), dist.BroadcastOptions()  # type: ignore[attr-defined]
+    for root in (0, 1):
+        options.rootRank = root
+        tally.begin("broadcast", NOWHERE, [torch.zeros(1)], True, options)
+        again.begin("broadcast", NOWHERE, [torch.zeros(1)], True, options)
+        again.digests()
+    assert tally.digests() == again.digests()
+
+
+def test_no_tensor_is_kept(tally: Tally) -> None:
+    tensor = torch.zeros(1)
+    kept = weakref.ref(tensor)
+    tally.begin("allgather", NOWHERE, [tensor], False, [tensor])  # torch 2.4 passes no options
+    del tensor
+    assert kept() is None
+
+
+class _Work:
+    """What torch returns."""
+
+
+def test_a_pending_work_is_known_after_many_others(tally: Tally) -> None:
+    first = _Work()
+    tally.note_work(first, tally.begin("barrier", NOWHERE))
+    works = []
+    for _ in range(3 * MAX_LINES):
+        works.append(_Work())
+        tally.note_work(works[-1], tally.begin("barrier", NOWHERE))
+    assert tally.number_of(first) == 1
+
+
+def test_complete_works_are_forgotten(tally: Tally) -> None:
+    for _ in range(3 * MAX_LINES):
+        tally.note_work(_Work(), tally.begin("barrier", NOWHERE))
+    assert len(tally._works) == 1
+
+
+def test_a_signal_handler_may_begin_a_collective_while_signatures_are_computed(tally: Tally) -> None:
     _begin(tally, 1)
-    assert tally.digests()[0] == 1
+    with tally._signing:
+        for number in range(2, 2 * MAX_UNSIGNED):
+            _begin(tally, number)
+    assert tally.digests()[0] == 2 * MAX_UNSIGNED - 1

@@ -62,7 +62,7 @@ class VainWaits:
         if len(reports) != self._finished:
             self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
         if is_stopped and not self._is_stopped:
-            self._is_stopped, self._due, self._pause = True, now, LOOK_SECONDS
+            self._is_stopped, self._due, self._pause = True, now, 2 * LOOK_SECONDS  # ranks may be about to end
         if now < self._due:
             return False
         answers = self._ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)

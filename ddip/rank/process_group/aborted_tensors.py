@@ -140,7 +140,7 @@ def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], place: Place) -
         return None  # the source is only read
     if _pending:
         _settle_oldest()
-    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    tensors = list(args[0]) if isinstance(args[0], list) else [args[0]]  # the program may change its list meanwhile
     size = 0
     for tensor in tensors:
         if type(tensor) not in _TENSOR_TYPES or not tensor.is_cpu or not tensor.is_contiguous():

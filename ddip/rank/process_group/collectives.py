@@ -52,6 +52,8 @@ def _input_tensors(inputs: Any) -> Sequence[torch.Tensor]:
 
     Only the first one of several lists counts.
     """
+    if inputs is None:
+        return ()
     if not isinstance(inputs, (list, tuple)):
         return (inputs,)
     return inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs

@@ -34,6 +34,8 @@ Place: TypeAlias = tuple[CodeType | None, int, bool]
 itself begins it, on tensors that the user never sees."""
 MAX_LINES = 1000
 """Number of latest collectives per group whose lines are kept."""
+MAX_WORKS = 20 * MAX_LINES
+"""Number of latest works of collectives that are known."""
 MAX_UNSIGNED = 100
 """Number of collectives whose signatures are computed together."""
 TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -67,11 +69,11 @@ class Collective(NamedTuple):
     """Code and number of the line of a cell or script that began it; None and 0 if none did."""
     op: str
     inputs: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
-    """Shape, dtype and strides of each tensor that it reads; strides () if the tensor is contiguous."""
+    """Shape, dtype and strides of each tensor that it reads; strides () if contiguous, or if sizes need not agree."""
     sizes_agree: bool
     """True if its inputs must have the same sizes on all ranks."""
-    options: Any
-    """torch's options of the operation."""
+    options: tuple[Any, ...]
+    """Options on which ranks must agree: the reduction and the root's rank in the group, if any."""
     at: int
     """Time, as in ``time.time_ns``."""
 
@@ -89,14 +91,19 @@ class Collective(NamedTuple):
                 for shape, dtype, strides in agreed
             ]
         )
-        kind = type(self.options)
-        reduction = (self.options.reduceOp.op,) if kind in REDUCING else ()
-        return self.op, kinds, (*reduction, self.options.rootRank) if kind in ROOTED else reduction
+        return self.op, kinds, self.options
 
 
 def _number_after(before: list[int]) -> int:
     """Return the number of the collective that follows those begun on each device."""
     return max(before, default=0) + 1
+
+
+def _agreed_options(options: Any) -> tuple[Any, ...]:
+    """Return the options on which ranks must agree; `options` are torch's, or a collective's last tensors."""
+    kind = type(options)
+    reduction = (options.reduceOp.op,) if kind in REDUCING else ()
+    return (*reduction, options.rootRank) if kind in ROOTED else reduction
 
 
 def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -122,8 +129,9 @@ class Tally:
         """True if operations of two threads cannot be told apart, so that the numbers are not reported."""
         self.last: Collective | None = None
         """The last collective begun by Python code."""
-        self._works: collections.deque[tuple[weakref.ref[Any], list[int]]] = collections.deque(maxlen=MAX_LINES)
-        """Works that torch returned for the latest collectives, with `Collective.before` of each."""
+        self._works: collections.deque[tuple[weakref.ref[Any], list[int]]] = collections.deque(maxlen=MAX_WORKS)
+        """Works that torch returned for the latest collectives, from the oldest that still exists, with
+        `Collective.before` of each."""
         self._unsigned: collections.deque[Collective] = collections.deque()
         """The latest collectives, whose signatures `sign` has not added yet."""
         self._lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
@@ -131,7 +139,7 @@ class Tally:
         )
         """Per collective begun by Python code: the number begun before it, code and number of its line, signature, and
         the digests with it."""
-        self._digests: Digests = (0, 0, 0)
+        self._signing = threading.Lock()
         self._lock = threading.Lock()
         self._excluded = [0] * len(backends)
         """Operations that torch counts but that are not collectives, without sends and receives outside of batches."""
@@ -181,23 +189,27 @@ class Tally:
         sizes_agree: bool = False,
         options: Any = None,
     ) -> Collective:
-        """Note that Python code begins the collective `op` on `tensors` at `place`; other arguments as in `Collective`.
+        """Note that Python code begins the collective `op` on `tensors` at `place`.
 
+        `sizes_agree` as in `Collective`; `options`: torch's, or any other last argument.
         Only what costs little is done here, because it takes several times as long as in a loop: the process has
         usually just been switched to.
         """
         before = self.begun()
         self.enter(is_collective=True)
         code, line, _ = place
-        inputs = [(tensor.shape, tensor.dtype, _strides_of(tensor)) for tensor in tensors]
-        self.last = collective = Collective(before, code, line, op, inputs, sizes_agree, options, time.time_ns())
+        inputs = [(tensor.shape, tensor.dtype, _strides_of(tensor) if sizes_agree else ()) for tensor in tensors]
+        agreed = _agreed_options(options)
+        self.last = collective = Collective(before, code, line, op, inputs, sizes_agree, agreed, time.time_ns())
         self._unsigned.append(collective)
         if len(self._unsigned) >= MAX_UNSIGNED:
-            self._sign()
+            self._sign(wait=False)
         return collective
 
     def note_work(self, work: Any, collective: Collective) -> None:
         """Note that torch returned `work` for a collective."""
+        while self._works and self._works[0][0]() is None:
+            self._works.popleft()
         try:
             self._works.append((weakref.ref(work), collective.before))
         except TypeError:  # a third-party backend's work
@@ -213,37 +225,39 @@ class Tally:
         works = [ref() for ref, before in latest if last is not None and before is last.before]
         return all(work is None or work.is_completed() for work in works)
 
-    def _sign(self) -> None:
-        """Add the signatures of new collectives to the digests and lines.
+    def _sign(self, wait: bool = True) -> None:
+        """Add lines, with signatures and digests, for the collectives that have none.
 
-        For many at once, this takes a fraction of the time that it takes after each switch to this process.
+        For many at once, this takes a fraction of the time that it takes after each switch to this process. Without
+        `wait`, it does nothing while another thread does it, or the code that a signal handler has interrupted.
         """
-        with self._lock:
-            while self._unsigned:
-                collective = self._unsigned.popleft()
-                try:
-                    signature = collective.signature()
-                except Exception:  # options that torch does not have today
-                    continue
-                self._sign_one(collective, signature)
+        if not self._signing.acquire(blocking=wait):
+            return
+        try:
+            for _ in range(len(self._unsigned)):
+                collective = self._unsigned[0]
+                if not self._lines or self._lines[-1][0] is not collective.before:  # else an interrupt came in between
+                    self._sign_one(collective)
+                self._unsigned.popleft()
+        finally:
+            self._signing.release()
 
-    def _sign_one(self, collective: Collective, signature: Signature) -> None:
+    def _sign_one(self, collective: Collective) -> None:
+        signature, before = collective.signature(), collective.before
         known = _signatures.get(signature)
         if known is None:
             if len(_signatures) >= MAX_LINES:
                 _signatures.clear()
             # a checksum is equal in all processes, unlike the hash of a text
             known = _signatures[signature] = zlib.crc32(repr(signature).encode()), signature
-        before = collective.before
-        number, digest, positions = self._digests
+        number, digest, positions = self._lines[-1][-1] if self._lines else (0, 0, 0)
         digest, positions = (digest * 31 + known[0]) % 2**61, (positions * 31 + hash(tuple(before))) % 2**61
-        self._digests = number + 1, digest, positions
-        self._lines.append((before, collective.code, collective.line, known[1], self._digests))
+        self._lines.append((before, collective.code, collective.line, known[1], (number + 1, digest, positions)))
 
     def digests(self) -> Digests:
         """Return the digests of all collectives begun by Python code."""
         self._sign()
-        return self._digests
+        return self._lines[-1][-1] if self._lines else (0, 0, 0)
 
     def line(self, device: int, number: int) -> tuple[CodeType | None, int]:
         """Return code and number of the line that began the collective after the first `number`; None and 0 if unknown.
@@ -268,8 +282,7 @@ class Tally:
 
     def knows_all(self) -> bool:
         """Return whether `lines_before` has all collectives begun by Python code."""
-        self._sign()
-        return self._digests[0] == len(self._lines)
+        return self.digests()[0] == len(self._lines)
 
     def begun_by_others(self) -> int:
         """Return the number of operations begun by threads other than the current one."""

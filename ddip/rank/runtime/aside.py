@@ -53,7 +53,7 @@ class InterpreterSettings:
         if trace is not None:
             sys.settrace(None)
         if isinstance(profile, Profiler):
-            profile.disable()
+            Profiler.disable(profile)
         elif callable(profile):
             sys.setprofile(None)
         for number in NUMBERS:
@@ -72,7 +72,7 @@ class InterpreterSettings:
         if trace is not None:
             sys.settrace(trace)
         if isinstance(profile, Profiler):  # cProfile's, which `sys.setprofile` would call and which is not callable
-            profile.enable()
+            Profiler.enable(profile)
         elif callable(profile):  # else it is one of another C extension, which was left in place
             sys.setprofile(profile)
 
