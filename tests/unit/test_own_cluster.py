@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,15 @@ def test_hosts_that_cannot_be_reached_leave_no_folder(monkeypatch: pytest.Monkey
     with pytest.raises(GroupError, match="h1: ssh "):
         OwnCluster(logging.getLogger("test"), fork=False, hosts=["h1"])
     assert len(made) == 1 and not made[0].exists()
+
+
+def test_the_end_of_the_preload_process_is_known_before_that_of_its_controller() -> None:
+    cluster: Any = OwnCluster.__new__(OwnCluster)
+    cluster._controller_exit, cluster._warm = [], SimpleNamespace(died=False)
+    cluster.ensure_controller()
+    cluster._warm.died = True
+    with pytest.raises(GroupError, match=r"the preload process, from which the ranks were forked, ended; %makedip -r"):
+        cluster.ensure_controller()
 
 
 def test_a_run_folder_removed_during_recording_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

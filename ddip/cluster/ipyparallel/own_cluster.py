@@ -158,9 +158,12 @@ class OwnCluster(Channels):
     # -- processes between notebook and engines
 
     def ensure_controller(self) -> None:
-        """Raise GroupError if the controller process has ended, so that no engine can be reached."""
-        if self._controller_exit:
-            warm = self._warm is not None and self._warm.died
+        """Raise GroupError if the controller process has ended, so that no engine can be reached.
+
+        It ends with the preload process that has forked it, though ipyparallel may report that later.
+        """
+        warm = self._warm is not None and self._warm.died
+        if warm or self._controller_exit:
             what = "preload process, from which the ranks were forked, ended" if warm else "controller process ended"
             raise GroupError(f"the {what}; %makedip -r restarts the group")
 

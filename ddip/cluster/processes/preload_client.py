@@ -128,7 +128,7 @@ class PreloadProcess:
     @property
     def died(self) -> bool:
         """True if it has ended while it was in use; a retired process ends with its last child."""
-        return self.ended and not self._retired
+        return (self.ended or self._process.poll() is not None) and not self._retired
 
     def fits(self) -> bool:
         """Return True if it can fork for this process in its current environment."""
