@@ -133,7 +133,7 @@ class Tally:
         """Works that torch returned for the latest collectives, from the oldest that still exists, with
         `Collective.before` of each."""
         self._unsigned: collections.deque[Collective] = collections.deque()
-        """The latest collectives, whose signatures `sign` has not added yet."""
+        """The latest collectives, whose signatures `_sign` has not added yet."""
         self._lines: collections.deque[tuple[list[int], CodeType | None, int, Signature, Digests]] = collections.deque(
             maxlen=MAX_LINES
         )
@@ -191,9 +191,8 @@ class Tally:
     ) -> Collective:
         """Note that Python code begins the collective `op` on `tensors` at `place`.
 
-        `sizes_agree` as in `Collective`; `options`: torch's, or any other last argument.
-        Only what costs little is done here, because it takes several times as long as in a loop: the process has
-        usually just been switched to.
+        `sizes_agree` as in `Collective`; `options`: torch's, or any other last argument. Only what costs little is done
+        here, because it takes several times as long as in a loop: the process has usually just been switched to.
         """
         before = self.begun()
         self.enter(is_collective=True)
@@ -208,8 +207,11 @@ class Tally:
 
     def note_work(self, work: Any, collective: Collective) -> None:
         """Note that torch returned `work` for a collective."""
-        while self._works and self._works[0][0]() is None:
-            self._works.popleft()
+        try:
+            while self._works[0][0]() is None:
+                self._works.popleft()
+        except IndexError:  # there is none
+            pass
         try:
             self._works.append((weakref.ref(work), collective.before))
         except TypeError:  # a third-party backend's work
@@ -231,16 +233,14 @@ class Tally:
         For many at once, this takes a fraction of the time that it takes after each switch to this process. Without
         `wait`, it does nothing while another thread does it, or the code that a signal handler has interrupted.
         """
-        if not self._signing.acquire(blocking=wait):
+        if not wait and self._signing.locked():
             return
-        try:
+        with self._signing:
             for _ in range(len(self._unsigned)):
                 collective = self._unsigned[0]
                 if not self._lines or self._lines[-1][0] is not collective.before:  # else an interrupt came in between
                     self._sign_one(collective)
                 self._unsigned.popleft()
-        finally:
-            self._signing.release()
 
     def _sign_one(self, collective: Collective) -> None:
         signature, before = collective.signature(), collective.before
