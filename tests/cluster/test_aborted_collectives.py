@@ -84,6 +84,19 @@ def test_tensors_of_an_unawaited_work_are_also_restored(four_ranks: ddip.Group) 
 
 
 @pytest.mark.native("sockets")
+def test_a_list_that_changes_meanwhile_costs_no_other_tensor(four_ranks: ddip.Group) -> None:
+    four_ranks.run("other = torch.zeros(1); tensors = [total]")
+    with pytest.raises(ddip.CellError):
+        four_ranks.run("""
+            if rank == 1: raise ValueError
+            work = dist.group.WORLD.allreduce(tensors)
+            tensors[0] = other
+            work.wait()
+        """)
+    four_ranks.run("assert total.item() == rank + 1 and other.item() == 0")
+
+
+@pytest.mark.native("sockets")
 def test_a_large_tensor_is_named(four_ranks: ddip.Group, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ddip.CellError):
         four_ranks.run("large = torch.ones(100_000)\nif rank == 1: raise ValueError\ndist.all_reduce(large)")
