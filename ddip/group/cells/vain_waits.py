@@ -59,10 +59,11 @@ class VainWaits:
         repeatedly: it waits at most ANSWER_SECONDS per question, and returns False between two looks. `missing` then
         names the ranks that were waited for.
         """
+        least = 2 * LOOK_SECONDS if is_stopped else LOOK_SECONDS  # an interrupted rank may be about to end by itself
         if len(reports) != self._finished:
-            self._due, self._pause, self._finished = now + LOOK_SECONDS, LOOK_SECONDS, len(reports)
+            self._due, self._pause, self._finished = now + least, least, len(reports)
         if is_stopped and not self._is_stopped:
-            self._is_stopped, self._due, self._pause = True, now, 2 * LOOK_SECONDS  # ranks may be about to end
+            self._is_stopped, self._due, self._pause = True, now, least
         if now < self._due:
             return False
         answers = self._ranks.call_on_control_channel(running, on_rank.pending_wait(), ANSWER_SECONDS)
