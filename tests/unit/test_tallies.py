@@ -29,7 +29,7 @@ def tally() -> Tally:
     return made  # type: ignore[no-any-return]
 
 
-def _begin(tally: Tally, number: int) -> None:
+def _begin_one(tally: Tally, number: int) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX if number % 7 == 0 else dist.ReduceOp.SUM
     tally.begin("all_reduce", NOWHERE, [torch.zeros(number % 5)], True, options)
@@ -38,27 +38,27 @@ def _begin(tally: Tally, number: int) -> None:
 def test_digests_do_not_depend_on_when_they_are_read(tally: Tally) -> None:
     often = Tally(tally.kept)  # type: ignore[attr-defined]
     for number in range(2 * MAX_UNSIGNED + 50):
-        _begin(tally, number)
-        _begin(often, number)
+        _begin_one(tally, number)
+        _begin_one(often, number)
         assert often.digests()[0] == number + 1
     assert tally.digests() == often.digests()
-    _begin(tally, 0)
-    _begin(often, 1)
+    _begin_one(tally, 0)
+    _begin_one(often, 1)
     assert tally.digests()[1] != often.digests()[1]
 
 
-def test_a_thread_reads_digests_while_collectives_begin(tally: Tally) -> None:
+def test_a_thread_reads_digests_while_collectives_begin_one(tally: Tally) -> None:
     alone, end, seen = Tally(tally.kept), threading.Event(), [0]  # type: ignore[attr-defined]
 
-    def read() -> None:
+    def read_all() -> None:
         while not end.is_set():
             seen.append(tally.digests()[0])
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read_all)
     reader.start()
     for number in range(3 * MAX_LINES):
-        _begin(tally, number)
-        _begin(alone, number)
+        _begin_one(tally, number)
+        _begin_one(alone, number)
     end.set()
     reader.join()
     assert tally.digests() == alone.digests()
@@ -85,7 +85,7 @@ def test_no_tensor_is_kept(tally: Tally) -> None:
 
 
 class _Work:
-    """What torch returns."""
+    """A stand-in for what torch returns."""
 
 
 def test_a_pending_work_is_known_after_many_others(tally: Tally) -> None:
@@ -105,8 +105,8 @@ def test_complete_works_are_forgotten(tally: Tally) -> None:
 
 
 def test_a_signal_handler_may_begin_a_collective_while_signatures_are_computed(tally: Tally) -> None:
-    _begin(tally, 1)
+    _begin_one(tally, 1)
     with tally._signing:
         for number in range(2, 2 * MAX_UNSIGNED):
-            _begin(tally, number)
+            _begin_one(tally, number)
     assert tally.digests()[0] == 2 * MAX_UNSIGNED - 1

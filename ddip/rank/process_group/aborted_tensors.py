@@ -108,9 +108,10 @@ def watch_waits() -> None:
 
 
 def find_place(frame: FrameType | None) -> Place:
-    """Return the place at which a collective begins; `frame` is the one that calls the method of the group.
+    """Return the place at which a collective begins.
 
-    torch itself begins those of ``all_gather_object`` and of DDP's hooks, for example.
+    `frame` is the one that calls the method of the group. torch itself begins those of ``all_gather_object`` and of
+    DDP's hooks, for example.
     """
     if frame is not None and frame.f_code.co_filename == _C10D:  # ``dist.all_reduce``
         frame = frame.f_back
@@ -127,7 +128,7 @@ def find_place(frame: FrameType | None) -> Place:
 
 
 def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], place: Place) -> WrittenTensors | None:
-    """Copy the tensors that a collective at `place` is about to write in place; return None if no copy is needed.
+    """Copy the tensors that a collective at `place` will write in place; None if no copy is needed.
 
     `args`: the collective's arguments, tensors first. No copy is needed if torch itself begins the collective, if no
     cell does, if this rank only sends, or if a tensor is not a contiguous CPU tensor. Raises an error of torch if a

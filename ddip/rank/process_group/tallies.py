@@ -107,7 +107,10 @@ def _agreed_options(options: Any) -> tuple[Any, ...]:
 
 
 def _strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor, () if it is contiguous: backends send memory as it is, whatever the strides."""
+    """Return the strides of a tensor, () if it is contiguous.
+
+    Backends send memory as it is, whatever the strides.
+    """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ()
     return tuple([stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1])
@@ -260,9 +263,9 @@ class Tally:
         return self._lines[-1][-1] if self._lines else (0, 0, 0)
 
     def line(self, device: int, number: int) -> tuple[CodeType | None, int]:
-        """Return code and number of the line that began the collective after the first `number`; None and 0 if unknown.
+        """Return code and line that began the collective after the first `number`.
 
-        `device`: the index of one of `devices`.
+        None and 0 if they are not known. `device`: the index of one of `devices`.
         """
         self._sign()
         found = ((code, line) for begun, code, line, *_ in reversed(list(self._lines)) if begun[device] == number)
@@ -348,9 +351,9 @@ def note_message(work: Any, tally: Tally, direction: str, number: int) -> None:
 
 
 def operation_of(work: Any) -> tuple[Tally, str, int] | None:
-    """Return the tally of the group of `work`, the direction, "" for a collective, and the operation's number.
+    """Return the tally, direction and number of the operation of `work`; None if it is not known.
 
-    None if it is not known.
+    The direction of a collective is "".
     """
     if work in _messages:
         return _messages[work]
