@@ -221,3 +221,9 @@ def test_a_profiler_goes_on_in_the_next_cell(cells: ddip.Group) -> None:
         pstats.Stats(profiler, stream=text).print_stats("mine")
         assert "(mine)" in text.getvalue() and " 3 " in text.getvalue(), text.getvalue()
     """)
+
+
+def test_torchs_profiler_goes_on_in_the_next_cell(cells: ddip.Group) -> None:
+    cells.run("import torch\nprofiler = torch.profiler.profile(with_stack=True)\nprofiler.start()")
+    cells.run("def mine(): return torch.ones(3).cumsum(0)\n_ = mine()")
+    cells.run("profiler.stop()\nassert 'aten::cumsum' in [event.key for event in profiler.key_averages()]")

@@ -124,7 +124,7 @@ def find_place(frame: FrameType | None) -> Place:
         if path in cells or path in scripts:
             return frame.f_code, frame.f_lineno, caller.startswith(_TORCH_FOLDER)
         frame = frame.f_back
-    return None, 0, True
+    return None, 0, False
 
 
 def copy_inputs(group: dist.ProcessGroup, args: tuple[Any, ...], place: Place) -> WrittenTensors | None:
